@@ -1,0 +1,1 @@
+"""Recipes: short YAML files that say only what differs from the defaults."""

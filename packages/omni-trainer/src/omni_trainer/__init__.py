@@ -1,0 +1,1 @@
+"""Workers, training loops, rewards, data, tracking and the `omni` command."""
