@@ -1,0 +1,131 @@
+"""An algorithm says what it learns from, what it needs predicted, and its loss; one file each.
+
+It never meets a model family: what cannot be combined is data (`unsupported`).
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import attrs
+from torch import Tensor
+
+from omni_core.advantages import GroupAdvantages
+from omni_core.engine import LossInputs, LossTerms
+from omni_core.options import AlgorithmConfig
+from omni_core.schedule import FlowMatchSchedule
+
+
+class Policy(enum.StrEnum):
+    """Whose prediction."""
+
+    CURRENT = "current"
+    OLD = "old"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+    EMA = "ema"
+
+
+class PredictionGuidance(enum.StrEnum):
+    """Under which guidance."""
+
+    NONE = "none"
+    AS_ROLLOUT = "as_rollout"
+
+
+class Timesteps(enum.StrEnum):
+    """At which points of the schedule."""
+
+    REPLAY = "replay"
+    """The rollout's own stochastic steps."""
+    DRAWN = "drawn"
+    """Drawn anew, on noised final samples."""
+
+
+@attrs.frozen(kw_only=True)
+class Prediction:
+    """One forward that an algorithm's loss needs."""
+
+    policy: Policy = Policy.CURRENT
+    guidance: PredictionGuidance = PredictionGuidance.AS_ROLLOUT
+    timesteps: Timesteps = Timesteps.REPLAY
+
+
+@attrs.frozen(kw_only=True)
+class ModelFacts:
+    """What `unsupported` may look at."""
+
+    family: str
+    masked_text: bool
+    has_adapter: bool
+    experts: tuple[str, ...]
+
+
+class AdapterOperations(Protocol):
+    """What an algorithm may do to named policy adapters after an update."""
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Make *target* equal to *source*."""
+
+    def ema_update_adapter(self, source: str, target: str, decay: float) -> None:
+        """target <- decay * target + (1 - decay) * source."""
+
+
+class Algorithm(ABC):
+    """Built as `Algorithm(options)`; stateless but for what `state` returns."""
+
+    def __init__(self, options: Any) -> None:
+        self.options: AlgorithmConfig = options
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Every forward that the loss needs; the first is the trained one."""
+        return (Prediction(),)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Named policy adapters that must exist."""
+        return ("default",)
+
+    @abstractmethod
+    def window(self, schedule: FlowMatchSchedule, *, seed: int, iteration: int) -> tuple[int, ...]:
+        """Choose the stochastic (and trained) steps of one prompt group.
+
+        Args:
+            schedule: The rollout's.
+            seed: The group's own: the same on every rank.
+            iteration: Trained steps so far, for window schedules.
+
+        Returns:
+            Ascending step indices, never the last step; empty for ode.
+        """
+
+    @abstractmethod
+    def advantages(
+        self, rewards: Tensor, group_ids: Sequence[str], valid: Tensor
+    ) -> GroupAdvantages:
+        """Turn rewards [B] into advantages [B]; *valid* [B] is false where a row has no score."""
+
+    @abstractmethod
+    def loss(self, inputs: LossInputs) -> LossTerms:
+        """Return one term for each (sample, step) row."""
+
+    def after_update(self, adapters: AdapterOperations, *, optimizer_step: int) -> None:
+        """Do what follows an optimizer step: copies and moving averages of adapters."""
+        del adapters, optimizer_step
+
+    def unsupported(self, model: ModelFacts) -> str | None:
+        """Say why this cannot train *model*, or None."""
+        del model
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Plain data to be saved with a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned."""
+        del state

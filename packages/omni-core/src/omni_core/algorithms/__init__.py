@@ -1,0 +1,1 @@
+"""One module for each algorithm; its docstring is the mathematics and its source."""

@@ -1,0 +1,36 @@
+"""`diffusion_loss`: one function for every algorithm, told apart by the loss config's name."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from omni_core import plugins
+from omni_core.algorithm import Algorithm
+from omni_core.engine import LossInputs, LossTerms
+from omni_core.options import DiffusionLossConfig
+
+
+@lru_cache(maxsize=32)
+def algorithm(config: DiffusionLossConfig) -> Algorithm:
+    """Build the algorithm that a loss config names (once for equal configs)."""
+    built = plugins.registry(plugins.ALGORITHMS).get(config.name).build(config.options)
+    if not isinstance(built, Algorithm):
+        msg = f"{plugins.ALGORITHMS}:{config.name} built {type(built).__name__}, not an Algorithm"
+        raise plugins.PluginError(msg)
+    return built
+
+
+def diffusion_loss(config: DiffusionLossConfig, inputs: LossInputs) -> LossTerms:
+    """Compute the loss terms of a micro-batch.
+
+    Args:
+        config: Names the algorithm and holds its resolved options.
+        inputs: M packed (sample, step) rows.
+
+    Returns:
+        Terms [M] and metrics [M]; the caller weighs, adds and divides by the global denominator.
+
+    Raises:
+        PluginNotFoundError: no algorithm of that name.
+    """
+    return algorithm(config).loss(inputs)

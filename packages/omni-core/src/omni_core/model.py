@@ -1,0 +1,174 @@
+"""A model family is three parts that never meet an algorithm: Denoiser, Conditioner, Codec.
+
+The Denoiser is trained and sharded; Conditioner and Codec belong to whoever produces trajectories, are
+never trained, and ship all conditioning with what they produce.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.reverse_step import Latents
+from omni_core.schedule import FlowMatchSchedule
+from omni_core.trajectory import Conditioning, Media
+
+
+class TextLayout(enum.StrEnum):
+    """How a family treats text shorter than the maximum."""
+
+    FIXED = "fixed"
+    """It attends to its padding: the length is part of the model."""
+    MASKED = "masked"
+    """Padding is masked away: the length does not matter."""
+
+
+@attrs.frozen(kw_only=True)
+class Guidance:
+    """How strongly the prompt is followed."""
+
+    scale: float
+    """1.0: one conditional branch, no classifier-free guidance."""
+
+    @property
+    def branches(self) -> int:
+        """Forwards of the module that one velocity takes."""
+        return 1 if self.scale == 1.0 else 2
+
+
+NO_GUIDANCE = Guidance(scale=1.0)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Step:
+    """Where each row is in the schedule."""
+
+    index: Tensor
+    """int64 [B]."""
+    sigma: Tensor
+    """float32 [B], on the latents' device."""
+
+    @property
+    def timestep(self) -> Tensor:
+        """float32 [B]: sigma * 1000, scaled in float32; a module casts it last, if at all."""
+        return self.sigma * 1000.0
+
+
+class Denoiser(ABC):
+    """The trained part: latents in, velocity out."""
+
+    @property
+    @abstractmethod
+    def experts(self) -> Mapping[str, nn.Module]:
+        """The modules that are trained, by name; one named `transformer` for most families."""
+
+    @property
+    @abstractmethod
+    def lora_targets(self) -> tuple[str, ...]:
+        """Suffixes of module names that LoRA adapts by default."""
+
+    @abstractmethod
+    def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
+        """Return the submodules of an expert that are sharded each as a unit (its blocks)."""
+
+    def route(self, step: int, schedule: FlowMatchSchedule) -> str:
+        """Name the expert that serves a step (two-expert models override this)."""
+        del step, schedule
+        return next(iter(self.experts))
+
+    @abstractmethod
+    def velocity(
+        self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
+    ) -> Latents:
+        """Predict the velocity, guidance branches combined the family's way.
+
+        Args:
+            latents: Modality -> float32 [B, ...].
+            step: Rows may be at different steps as long as one expert serves them.
+            conditioning: [B, ...], one row for each latent row.
+            guidance: The same for all rows.
+
+        Returns:
+            Modality -> float32 [B, ...], shaped like *latents*.
+        """
+
+
+class Conditioner(ABC):
+    """Prompts (and media) to conditioning, the negative branch included."""
+
+    layout: TextLayout
+
+    @abstractmethod
+    def encode(
+        self, prompts: Sequence[str], *, negative_prompt: str, guidance: Guidance
+    ) -> Conditioning:
+        """Encode G prompts, each once.
+
+        Raises:
+            ValueError: a prompt that the family cannot take; names it.
+        """
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move the encoders."""
+
+
+class Codec(ABC):
+    """Media to latents and back."""
+
+    @abstractmethod
+    def latent_shapes(self, pipeline: DiffusionPipelineConfig) -> dict[str, tuple[int, ...]]:
+        """Modality -> shape of one sample's latents (no batch axis).
+
+        Raises:
+            ValueError: the size does not fit the family; says which sizes do.
+        """
+
+    @abstractmethod
+    def decode(self, latents: Latents) -> Media:
+        """Decode final latents, modality -> float32 [B, ...]."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move the codec."""
+
+
+class ModelFamily(ABC):
+    """Loads the parts of one pipeline directory; the plugin of `omni.models`.
+
+    Built as `Family(model_config)`; nothing is read from disk until a part is asked for.
+    """
+
+    pipeline_classes: tuple[str, ...]
+    """`_class_name` values of model_index.json that it serves."""
+
+    def __init__(self, config: DiffusionModelConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def load_denoiser(self, dtype: torch.dtype) -> Denoiser:
+        """Read the trained part."""
+
+    @abstractmethod
+    def load_conditioner(self, dtype: torch.dtype) -> Conditioner:
+        """Read tokenizers and encoders, frozen."""
+
+    @abstractmethod
+    def load_codec(self, dtype: torch.dtype) -> Codec:
+        """Read the codec, frozen."""
+
+    @abstractmethod
+    def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
+        """Return the sigmas that the family's own stock pipeline would use."""
+
+    def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
+        """Return the schedule that a sampling config asks for."""
+        if sampling.schedule == "linear":
+            return FlowMatchSchedule.linear(sampling.num_inference_steps, shift=sampling.shift)
+        return self.stock_schedule(sampling)

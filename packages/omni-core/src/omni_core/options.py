@@ -1,0 +1,286 @@
+"""Every configuration class of the core: frozen, validated, and free of torch.
+
+A plugin's options class derives from the base that its group expects (`EngineConfig`,
+`DiffusionRolloutConfig`, `AlgorithmConfig`, `RewardConfig`), so that what every trainer needs to know
+is there, and a config is checked without importing a backend.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+positive: Any = attrs.validators.gt(0)
+not_negative: Any = attrs.validators.ge(0)
+
+
+class DType(enum.StrEnum):
+    """Number format of weights or of computation."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+
+class ScheduleSource(enum.StrEnum):
+    """Where the sigmas of a sampling run come from."""
+
+    STOCK = "stock"
+    """What the family's own stock pipeline produces."""
+    LINEAR = "linear"
+    """Evenly spaced, then shifted by `shift`."""
+
+
+class Source(enum.StrEnum):
+    """What an algorithm learns from."""
+
+    ROLLOUT = "rollout"
+    PAIRS = "pairs"
+    DATASET = "dataset"
+
+
+# -- model ----------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters beside frozen weights (arXiv 2106.09685)."""
+
+    rank: int = attrs.field(default=32, validator=positive)
+    alpha: float = attrs.field(default=64.0, validator=positive)
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] | None = None
+    """Suffixes of module names; None takes the family's own list. Each must match a module."""
+    init: str = attrs.field(
+        default="gaussian", validator=attrs.validators.in_(("gaussian", "kaiming"))
+    )
+    """How A starts; B starts at zero."""
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionPipelineConfig:
+    """What the whole pipeline is run with, the same in training, evaluation and export."""
+
+    height: int = attrs.field(default=512, validator=positive)
+    """Pixels."""
+    width: int = attrs.field(default=512, validator=positive)
+    """Pixels."""
+    max_sequence_length: int = attrs.field(default=256, validator=positive)
+    """Text tokens; families that attend to their padding become another model at another length."""
+    num_frames: int = attrs.field(default=1, validator=positive)
+    """Video frames; 1 for images."""
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionModelConfig:
+    """A pipeline in the standard diffusers folder layout, on a local disk."""
+
+    path: str
+    """The directory that holds model_index.json, or `package:NAME` for one that a recipe ships."""
+    family: str | None = None
+    """Plugin of `omni.models`; None finds it by the pipeline class in model_index.json."""
+    dtype: DType = DType.FLOAT32
+    """Computation of the trained module (master weights and LoRA stay float32)."""
+    lora: LoRAConfig | None = attrs.field(factory=LoRAConfig)
+    """None trains every weight."""
+    pipeline: DiffusionPipelineConfig = attrs.field(factory=DiffusionPipelineConfig)
+
+
+# -- engine ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """What every training engine is told; a plugin's options derive from it."""
+
+    micro_batch_size: int = attrs.field(default=8, validator=positive)
+    """(sample, step) rows in one training forward of one rank."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    seed: int = 0
+    """Of everything the engine draws: the start of the LoRA weights."""
+
+
+class LRSchedule(enum.StrEnum):
+    """Learning rate over optimizer steps, after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) and its schedule."""
+
+    lr: float = attrs.field(default=3e-4, validator=positive)
+    betas: tuple[float, ...] = attrs.field(default=(0.9, 0.999))
+    eps: float = attrs.field(default=1e-8, validator=positive)
+    weight_decay: float = attrs.field(default=1e-4, validator=not_negative)
+    max_grad_norm: float | None = attrs.field(
+        default=1.0, validator=attrs.validators.optional(positive)
+    )
+    """Global L2 norm over all ranks; None does not clip."""
+    schedule: LRSchedule = LRSchedule.CONSTANT
+    warmup_steps: int = attrs.field(default=0, validator=not_negative)
+    total_steps: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(positive)
+    )
+    """Optimizer steps of the whole run; linear and cosine need it (a trainer fills it in)."""
+    max_nonfinite_steps: int = attrs.field(default=3, validator=not_negative)
+    """Updates skipped for a non-finite gradient, in a row, before the run ends."""
+
+    @betas.validator
+    def _two_betas(self, _: Any, value: tuple[float, ...]) -> None:
+        if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+            msg = f"expected two numbers in [0, 1), got {list(value)}"
+            raise ValueError(msg)
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written and how many are kept."""
+
+    every: int = attrs.field(default=0, validator=not_negative)
+    """Trained steps between checkpoints; 0 writes one at the end only."""
+    keep: int = attrs.field(default=2, validator=positive)
+    """Newest complete checkpoints that stay."""
+
+
+# -- sampling and rollout -------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionSamplingConfig:
+    """How pictures are sampled, apart from the randomness that an algorithm asks for."""
+
+    num_inference_steps: int = attrs.field(default=10, validator=positive)
+    guidance_scale: float = attrs.field(default=4.5, validator=not_negative)
+    """Classifier-free guidance; 1.0 means none, and is reported as 1.0."""
+    negative_prompt: str = ""
+    schedule: ScheduleSource = ScheduleSource.STOCK
+    shift: float = attrs.field(default=1.0, validator=positive)
+    """Of `schedule: linear` alone; the stock schedule takes the pipeline's own."""
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionRolloutAlgoConfig:
+    """What an algorithm asks of a rollout: derived from its options, never written by users."""
+
+    kind: str
+    """Reverse-step kind: sde, cps, dance_sde, ode."""
+    noise_level: float
+    """eta; 0 for ode."""
+    window_size: int | None
+    """Stochastic (and trained) steps; None takes all but the last."""
+    window_range: tuple[int, ...] | None
+    """`(first, stop)`: where a window may lie; None allows the whole schedule but the last step."""
+    adapter: str = "default"
+    """Named policy adapter that samples."""
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionRolloutConfig:
+    """What every rollout is told; a plugin's options derive from it."""
+
+    samples_per_prompt: int = attrs.field(default=8, validator=positive)
+    """Group size: pictures of one prompt in one step."""
+    batch_size: int = attrs.field(default=16, validator=positive)
+    """Pictures denoised together on one rank."""
+    sampling: DiffusionSamplingConfig = attrs.field(factory=DiffusionSamplingConfig)
+
+
+# -- algorithm ------------------------------------------------------------------------------------
+
+
+@attrs.frozen(kw_only=True)
+class RunFacts:
+    """What an algorithm's cross-field checks may look at."""
+
+    num_inference_steps: int
+    samples_per_prompt: int
+    prompts_per_step: int
+
+
+@attrs.frozen(kw_only=True)
+class AlgorithmConfig:
+    """What every algorithm declares; a plugin's options derive from it and import no torch."""
+
+    updates_per_rollout: int = attrs.field(default=1, validator=positive)
+    """Optimizer steps that one rollout is cut into."""
+
+    @property
+    def source(self) -> Source:
+        """What it learns from."""
+        return Source.ROLLOUT
+
+    @property
+    def model_type(self) -> str:
+        """First half of the engine's name."""
+        return "diffusion"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether samples are scored."""
+        return True
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss looks at the reference policy."""
+        return False
+
+    def rollout_algo(self) -> DiffusionRolloutAlgoConfig:
+        """Say how its trajectories are sampled."""
+        raise NotImplementedError
+
+    def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
+        """Check against the rest of the run: dotted path below `algorithm` -> what is wrong."""
+        del facts
+        return {}
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionLossConfig:
+    """An algorithm's resolved loss options, by name: `diffusion_loss` dispatches on it."""
+
+    name: str
+    """Plugin of `omni.algorithms`."""
+    options: AlgorithmConfig
+
+
+@attrs.frozen(kw_only=True)
+class DiffusionActorConfig:
+    """Everything that the trained policy needs: assembled by a trainer from the run's config."""
+
+    model: DiffusionModelConfig
+    engine: EngineConfig
+    optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = attrs.field(factory=CheckpointConfig)
+    loss: DiffusionLossConfig
+
+
+# -- reward ---------------------------------------------------------------------------------------
+
+
+class OnRewardError(enum.StrEnum):
+    """What happens to a sample that could not be scored."""
+
+    RAISE = "raise"
+    DROP_GROUP = "drop_group"
+    MASK = "mask"
+
+
+@attrs.frozen(kw_only=True)
+class RewardConfig:
+    """What every reward is told; a plugin's options derive from it."""
+
+    workers: int = attrs.field(default=1, validator=positive)
+    """Processes (Ray) or threads (local) that score."""
+    on_error: OnRewardError = OnRewardError.RAISE
+    retries: int = attrs.field(default=2, validator=not_negative)
+    """Times that a failure which may pass is tried again."""
+    target_rule: str | None = None
+    """How a row's target is taken from its prompt; None lets the reward decide."""

@@ -1,0 +1,188 @@
+"""A rollout produces trajectories of the current policy. Its form is asynchronous from the start:
+submit, poll, cancel, pause, update, resume, state; blocking calls are helpers over these.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+from torch import Tensor
+
+from omni_core.trajectory import RolloutRequest, Trajectory
+
+
+class RolloutState(enum.StrEnum):
+    """What a rollout may be asked for; generating in a state other than READY is refused."""
+
+    READY = "ready"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    WEIGHTS_STALE = "weights_stale"
+
+
+class RolloutStateError(RuntimeError):
+    """The rollout cannot do this in its present state."""
+
+
+class RolloutTimeoutError(TimeoutError):
+    """A call of the rollout took longer than it may."""
+
+
+class WeightMismatchError(ValueError):
+    """What was sent is not what the rollout bound; the message lists both by name."""
+
+
+@attrs.frozen
+class RolloutHandle:
+    """Requests submitted together."""
+
+    id: int
+    requests: int
+
+
+@attrs.frozen(kw_only=True)
+class WeightUpdate:
+    """New weights for a rollout."""
+
+    version: int
+    """Larger than every version before it, also across a resume."""
+    tensors: Mapping[str, Tensor]
+    """Name -> value: LoRA tensors of the sampling adapter, or whole weights."""
+    adapter: str | None = "default"
+    """None for whole (or merged) weights."""
+    alpha_over_rank: float | None = None
+    """Scale of the adapter."""
+
+
+@attrs.frozen(kw_only=True)
+class UpdateReport:
+    """What a rollout did with an update."""
+
+    version: int
+    bound: tuple[str, ...]
+    """Names that found their place: must equal what was sent."""
+    seconds: float
+    nbytes: int
+
+
+class BaseRollout(ABC):
+    """Samples trajectories.
+
+    Life of a weight push, done by whoever owns the policy::
+
+        rollout.pause()             # returns once nothing is running (acknowledged)
+        rollout.update(new)         # checks names both ways, sets the version
+        rollout.resume()
+    """
+
+    @property
+    @abstractmethod
+    def state(self) -> RolloutState:
+        """What it may be asked for now."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Version of the policy that samples."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[RolloutRequest], *, decode: bool = True) -> RolloutHandle:
+        """Queue requests; returns at once.
+
+        Raises:
+            RolloutStateError: asleep, or its weights are stale.
+            ValueError: a request that it cannot serve; names the group and what would fit.
+        """
+
+    @abstractmethod
+    def poll(self, handle: RolloutHandle) -> list[Trajectory]:
+        """Return the trajectories finished since the last poll, one for each request.
+
+        Raises:
+            KeyError: the handle is unknown, cancelled or drained.
+        """
+
+    @abstractmethod
+    def done(self, handle: RolloutHandle) -> bool:
+        """Whether every trajectory of *handle* has been polled."""
+
+    @abstractmethod
+    def cancel(self, handle: RolloutHandle) -> None:
+        """Drop what has not been sampled or polled."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Return once no request is running; queued ones wait."""
+
+    @abstractmethod
+    def update(self, update: WeightUpdate) -> UpdateReport:
+        """Bind new weights while paused.
+
+        Raises:
+            RolloutStateError: not paused.
+            WeightMismatchError: bound names differ from sent names.
+            ValueError: the version does not grow.
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Sample again."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake`; a rollout that cannot says so."""
+        msg = f"{type(self).__name__} has no memory of its own to give back (sleep level {level})"
+        raise RolloutStateError(msg)
+
+    def wake(self) -> None:
+        """Undo `sleep`; weights dropped by it are stale until the next update. Awake: does nothing."""
+
+    def close(self) -> None:
+        """Free everything; nothing may be asked afterwards."""
+
+    # -- blocking helpers --------------------------------------------------------------------------
+
+    def stream(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        decode: bool = True,
+        timeout: float | None = None,
+        interval: float = 0.005,
+    ) -> Iterator[Trajectory]:
+        """Yield trajectories as they finish.
+
+        Raises:
+            RolloutTimeoutError: nothing finished for *timeout* seconds.
+        """
+        handle = self.submit(requests, decode=decode)
+        last = time.monotonic()
+        while not self.done(handle):
+            finished = self.poll(handle)
+            if finished:
+                last = time.monotonic()
+                yield from finished
+            elif timeout is not None and time.monotonic() - last > timeout:
+                self.cancel(handle)
+                msg = f"no trajectory in {timeout} s; {handle.requests} requests were submitted"
+                raise RolloutTimeoutError(msg)
+            else:
+                time.sleep(interval)
+
+    def generate(
+        self,
+        requests: Sequence[RolloutRequest],
+        *,
+        decode: bool = True,
+        timeout: float | None = None,
+    ) -> list[Trajectory]:
+        """Sample everything and return it in the order of *requests*."""
+        found = {_key(t): t for t in self.stream(requests, decode=decode, timeout=timeout)}
+        return [found[r.group_id, tuple(s.k for s in r.samples)] for r in requests]
+
+
+def _key(trajectory: Trajectory) -> tuple[str, tuple[int, ...]]:
+    return trajectory.records[0].group_id, tuple(record.k for record in trajectory.records)
