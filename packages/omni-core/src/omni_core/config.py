@@ -10,14 +10,13 @@ import enum
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import attrs
 import yaml
-from cattrs import BaseValidationError, Converter, IterableValidationError
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError
-from cattrs.gen import make_dict_structure_fn
+from cattrs import Converter, IterableValidationError
 
 from omni_core import plugins
 
@@ -75,7 +74,7 @@ def _find(group: str, name: str) -> plugins.Plugin:
 
 # -- structuring ----------------------------------------------------------------------------------
 
-converter = Converter(forbid_extra_keys=True)
+converter = Converter()
 _SAY = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -92,12 +91,19 @@ def _strict(kind: type[Any]) -> Callable[[Any, Any], Any]:
     return hook
 
 
+def _exactly(kind: type[Any]) -> Callable[[Any], bool]:
+    return lambda cls: cls is kind  # an enum of texts is a subclass of str, and has its own hook
+
+
 for _kind in (int, float, str, bool):
-    converter.register_structure_hook(_kind, _strict(_kind))
+    converter.register_structure_hook_func(_exactly(_kind), _strict(_kind))
 converter.register_structure_hook(
     Path, lambda value, _: Path(_strict(str)(value, str)).expanduser()
 )
 converter.register_unstructure_hook(Path, str)
+converter.register_unstructure_hook_func(
+    lambda cls: isinstance(cls, type) and issubclass(cls, enum.Enum), lambda member: member.value
+)
 
 
 @converter.register_structure_hook_factory(
@@ -148,17 +154,54 @@ def _tuple_hook(cls: Any) -> Callable[[Any, Any], Any]:
 
 @converter.register_structure_hook_factory(attrs.has)
 def _class_hook(cls: Any) -> Callable[[Any, Any], Any]:
-    structure_fields = make_dict_structure_fn(cls, converter, _cattrs_forbid_extra_keys=True)
+    """Structure field by field, so that one mistake does not hide the others."""
+    attrs.resolve_types(cls, include_extras=True)
+    fields = {field.name: field for field in attrs.fields(cls) if field.init}
 
-    def hook(value: Any, kind: Any) -> Any:
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, Mapping):
-            msg = f"expected a mapping of {', '.join(f.name for f in attrs.fields(cls))}, got {value!r}"
+    def hook(raw: Any, _: Any) -> Any:
+        if isinstance(raw, cls):
+            return raw
+        if not isinstance(raw, Mapping):
+            msg = f"expected a mapping of {', '.join(fields) or 'nothing'}, got {raw!r}"
             raise ValueError(msg)
-        return structure_fields(value, kind)
+        mistakes = [_unknown_key(str(key), list(fields)) for key in raw if key not in fields]
+        values = {}
+        for name, field in fields.items():
+            if name in raw:
+                with _collect(mistakes, name):
+                    values[name] = _field(cls, field, raw[name])
+            elif field.default is attrs.NOTHING:
+                mistakes.append(f"{name}: required and missing")
+        if mistakes:
+            raise ConfigError(mistakes)
+        return cls(**values)
 
     return hook
+
+
+def _field(cls: Any, field: Any, raw: Any) -> Any:
+    value = converter.structure(raw, field.type)
+    if field.validator is not None:
+        # Validators look at their own value alone; cross-field rules have a place of their own.
+        field.validator(object.__new__(cls), field, value)
+    return value
+
+
+@contextmanager
+def _collect(mistakes: list[str], path: str) -> Iterator[None]:
+    """Turn what is raised inside into lines that start with *path*."""
+    try:
+        yield
+    except ConfigError as exc:
+        joint = (line if line.startswith("[") else f".{line}" for line in exc.mistakes)
+        mistakes.extend(f"{path}{line}" for line in joint)
+    except IterableValidationError as exc:
+        items, _ = exc.group_exceptions()
+        for inner, place in items:
+            with _collect(mistakes, f"{path}[{place.index}]"):
+                raise inner from None
+    except (ValueError, TypeError, plugins.PluginNotFoundError, plugins.PluginError) as exc:
+        mistakes.append(f"{path}: {exc.args[0] if exc.args else type(exc).__name__}")
 
 
 def _is_choice(cls: Any) -> bool:
@@ -191,10 +234,7 @@ def structure(raw: Mapping[str, Any], cls: type[T]) -> T:
     Raises:
         ConfigError: names every mistake, each with its full path.
     """
-    try:
-        return converter.structure(raw, cls)
-    except (BaseValidationError, ValueError, LookupError, plugins.PluginError) as exc:
-        raise ConfigError(list(_mistakes(exc, ""))) from None
+    return converter.structure(raw, cls)
 
 
 def unstructure(config: Any) -> Any:
@@ -202,39 +242,10 @@ def unstructure(config: Any) -> Any:
     return converter.unstructure(config)
 
 
-def _mistakes(exc: BaseException, path: str) -> Iterator[str]:
-    if isinstance(exc, ClassValidationError):
-        fields, others = exc.group_exceptions()
-        for inner, note in fields:
-            yield from _mistakes(inner, f"{path}.{note.name}" if path else note.name)
-        for other in others:
-            yield from _mistakes(other, path)
-    elif isinstance(exc, IterableValidationError):
-        items, others = exc.group_exceptions()
-        for inner, place in items:
-            yield from _mistakes(inner, f"{path}[{place.index}]")
-        for other in others:
-            yield from _mistakes(other, path)
-    elif isinstance(exc, ForbiddenExtraKeysError):
-        for key in sorted(exc.extra_fields):
-            yield _unknown_key(key, path, exc.cl)
-    elif isinstance(exc, KeyError) and not isinstance(exc, plugins.PluginNotFoundError):
-        yield f"{path + '.' if path else ''}{exc.args[0]}: required and missing"
-    elif isinstance(exc, ConfigError):
-        for line in exc.mistakes:
-            yield f"{path}: {line}" if path else line
-    else:
-        said = str(exc.args[0]) if exc.args else type(exc).__name__
-        yield f"{path}: {said}" if path else said
-
-
-def _unknown_key(key: str, path: str, cls: type[Any]) -> str:
-    known = [field.name for field in attrs.fields(cls) if field.init]
+def _unknown_key(key: str, known: list[str]) -> str:
     close = plugins.nearest(key.lstrip("+"), known)
     hint = f"did you mean {close!r}? " if close else ""
-    return (
-        f"{path + '.' if path else ''}{key}: unknown key; {hint}known: {', '.join(known) or 'none'}"
-    )
+    return f"{key}: unknown key; {hint}known: {', '.join(known) or 'none'}"
 
 
 # -- layers ---------------------------------------------------------------------------------------

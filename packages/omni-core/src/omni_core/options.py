@@ -15,6 +15,7 @@ import attrs
 
 positive: Any = attrs.validators.gt(0)
 not_negative: Any = attrs.validators.ge(0)
+optional_positive: Any = attrs.validators.optional(positive)
 
 
 class DType(enum.StrEnum):
@@ -120,15 +121,11 @@ class OptimizerConfig:
     betas: tuple[float, ...] = attrs.field(default=(0.9, 0.999))
     eps: float = attrs.field(default=1e-8, validator=positive)
     weight_decay: float = attrs.field(default=1e-4, validator=not_negative)
-    max_grad_norm: float | None = attrs.field(
-        default=1.0, validator=attrs.validators.optional(positive)
-    )
+    max_grad_norm: float | None = attrs.field(default=1.0, validator=optional_positive)
     """Global L2 norm over all ranks; None does not clip."""
     schedule: LRSchedule = LRSchedule.CONSTANT
     warmup_steps: int = attrs.field(default=0, validator=not_negative)
-    total_steps: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
-    )
+    total_steps: int | None = attrs.field(default=None, validator=optional_positive)
     """Optimizer steps of the whole run; linear and cosine need it (a trainer fills it in)."""
     max_nonfinite_steps: int = attrs.field(default=3, validator=not_negative)
     """Updates skipped for a non-finite gradient, in a row, before the run ends."""

@@ -12,6 +12,7 @@ from omni_core.options import (
     DiffusionRolloutAlgoConfig,
     RunFacts,
     not_negative,
+    optional_positive,
     positive,
 )
 from omni_core.plugins import Plugin
@@ -28,15 +29,11 @@ class FlowGRPOOptions(AlgorithmConfig):
     kind: StepKind = StepKind.SDE
     noise_level: float = attrs.field(default=0.7, validator=positive)
     """eta of the reverse step."""
-    window_size: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
-    )
+    window_size: int | None = attrs.field(default=None, validator=optional_positive)
     """Stochastic and trained steps of a group; None trains all but the last."""
     window_range: tuple[int, ...] | None = None
     """`[first, stop]` that a short window is drawn from; None is the first half of the schedule."""
-    clip_ratio: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(positive)
-    )
+    clip_ratio: float | None = attrs.field(default=None, validator=optional_positive)
     """The ratio is clamped to 1 +- this; None is 1e-4, or 1e-5 for short windows and cps."""
     adv_clip: float = attrs.field(default=5.0, validator=positive)
     kl_coef: float = attrs.field(default=0.0, validator=not_negative)
