@@ -8,6 +8,7 @@ DanceGRPO 2505.07818 (per group).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import attrs
@@ -55,6 +56,8 @@ def group_advantages(
 ) -> GroupAdvantages:
     """(reward - group mean) / (std + eps), clipped to +-clip; computed in float64.
 
+    A row's advantage has the same bits in every order of the rows.
+
     Args:
         rewards: [B]; an unscored row's value is not read.
         group_ids: one per row, in any order; ids make groups, not prompt texts.
@@ -73,21 +76,21 @@ def group_advantages(
     if ddof not in (0, 1) or not eps >= 0.0 or (clip is not None and not clip > 0.0):
         raise ValueError(f"ddof {ddof} (0 or 1), eps {eps} (>= 0) or clip {clip} (> 0) is wrong")
     std = AdvantageStd.parse(std)
-    values = rewards.detach().double().cpu()
+    values: list[float] = rewards.detach().double().tolist()
     members: dict[Hashable, list[int]] = {group: [] for group in group_ids}
     for row in rows:
         members[group_ids[row]].append(row)
-    global_std = _std(values[rows], ddof)
-    advantages = torch.zeros_like(values)
+    _, global_std = _mean_and_std([values[row] for row in rows], ddof)
+    advantages = [0.0] * len(values)
     group_stds: list[float] = []
     zero_std_groups = 0
     for group_rows in members.values():
         if len(group_rows) < 2:
             continue
-        group = values[group_rows]
-        group_std = _std(group, ddof)
+        group = [values[row] for row in group_rows]
+        mean, group_std = _mean_and_std(group, ddof)
         group_stds.append(group_std)
-        if group_std <= ZERO_STD_TOLERANCE * float(group.abs().max()):
+        if group_std <= ZERO_STD_TOLERANCE * max(abs(value) for value in group):
             zero_std_groups += 1
             continue
         divisor = {
@@ -95,15 +98,16 @@ def group_advantages(
             AdvantageStd.GROUP: group_std + eps,
             AdvantageStd.NONE: 1.0,
         }[std]
-        advantages[group_rows] = (group - group.mean()) / divisor
+        for row, value in zip(group_rows, group, strict=True):
+            advantages[row] = (value - mean) / divisor
     clipped = 0
     if clip is not None:
-        clipped = int((advantages.abs() > clip).sum())
-        advantages = advantages.clamp(-clip, clip)
+        clipped = sum(abs(advantage) > clip for advantage in advantages)
+        advantages = [max(-clip, min(clip, advantage)) for advantage in advantages]
     sizes = [len(group_rows) for group_rows in members.values()]
     dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
     return GroupAdvantages(
-        advantages=advantages.to(dtype).to(rewards.device),
+        advantages=torch.tensor(advantages, dtype=dtype, device=rewards.device),
         groups=len(members),
         zero_std_groups=zero_std_groups,
         single_groups=sizes.count(1),
@@ -114,9 +118,18 @@ def group_advantages(
     )
 
 
-def _std(values: Tensor, ddof: int) -> float:
-    """Standard deviation of float64 [N]; 0 below two values."""
-    return float(values.std(correction=ddof)) if values.numel() > 1 else 0.0
+def _mean_and_std(values: list[float], ddof: int) -> tuple[float, float]:
+    """Mean and standard deviation, exactly rounded sums: the same for every order of the values.
+
+    The std is 0 below two values, the mean 0 below one.
+    """
+    if not values:
+        return 0.0, 0.0
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - ddof))
 
 
 def _check_rows(rewards: Tensor, group_ids: Sequence[Hashable], valid: Tensor | None) -> list[int]:
@@ -133,9 +146,9 @@ def _check_rows(rewards: Tensor, group_ids: Sequence[Hashable], valid: Tensor | 
             f"valid must be bool {tuple(rewards.shape)}, got {valid.dtype} {tuple(valid.shape)}"
         )
     rows = [row for row, scored in enumerate(valid.tolist()) if scored]
-    values = rewards.tolist()
+    values: list[float] = rewards.tolist()
     for row in rows:
-        if values[row] != values[row] or abs(values[row]) == float("inf"):
+        if not math.isfinite(values[row]):
             raise ValueError(
                 f"row {row} (group {group_ids[row]!r}) has reward {values[row]}: a reward is a "
                 "finite number, or the row is marked unscored"

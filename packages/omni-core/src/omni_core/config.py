@@ -91,35 +91,26 @@ def _strict(kind: type[Any]) -> Callable[[Any, Any], Any]:
     return hook
 
 
-def _exactly(kind: type[Any]) -> Callable[[Any], bool]:
-    return lambda cls: cls is kind  # an enum of texts is a subclass of str, and has its own hook
-
-
 for _kind in (int, float, str, bool):
-    converter.register_structure_hook_func(_exactly(_kind), _strict(_kind))
+    converter.register_structure_hook(_kind, _strict(_kind))
 converter.register_structure_hook(
     Path, lambda value, _: Path(_strict(str)(value, str)).expanduser()
 )
 converter.register_unstructure_hook(Path, str)
-converter.register_unstructure_hook_func(
-    lambda cls: isinstance(cls, type) and issubclass(cls, enum.Enum), lambda member: member.value
-)
 
 
-@converter.register_structure_hook_factory(
-    lambda cls: isinstance(cls, type) and issubclass(cls, enum.Enum)
-)
-def _enum_hook(cls: Any) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        known = [str(member.value) for member in cls]
-        if value in known:
-            return cls(value)
-        close = plugins.nearest(str(value), known)
-        hint = f"; did you mean {close!r}?" if close else ""
-        msg = f"{value!r} is none of {', '.join(known)}{hint}"
-        raise ValueError(msg)
+def _member(value: Any, cls: Any) -> Any:
+    known = [str(member.value) for member in cls]
+    if value in known:
+        return cls(value)
+    close = plugins.nearest(str(value), known)
+    hint = f"; did you mean {close!r}?" if close else ""
+    msg = f"{value!r} is none of {', '.join(known)}{hint}"
+    raise ValueError(msg)
 
-    return hook
+
+converter.register_structure_hook(enum.StrEnum, _member)
+converter.register_unstructure_hook(enum.StrEnum, lambda member: member.value)
 
 
 def _is_optional(cls: Any) -> bool:
