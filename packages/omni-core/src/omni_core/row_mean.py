@@ -43,7 +43,8 @@ def row_mean(values: Mapping[str, Tensor]) -> Tensor:
 
     Returns:
         [B], the sum over the modalities divided by D, the number of values that a row has in all
-        of them. A row's bits depend on nothing but the row. Differentiable.
+        of them. On one device a row's bits depend on the row alone, not on the batch, the memory
+        layout or the threads. Differentiable.
 
     Raises:
         ValueError: no modality, a modality without a batch axis, without a value per row, or with
