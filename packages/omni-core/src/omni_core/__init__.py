@@ -36,7 +36,7 @@ _HOMES = {
         "TrainBatch",
     ),
     "omni_core.kl": ("gaussian_kl", "velocity_kl"),
-    "omni_core.losses": ("diffusion_loss",),
+    "omni_core.losses": ("ConfiguredLoss", "diffusion_loss"),
     "omni_core.metrics": ("Moments",),
     "omni_core.model": (
         "Codec",

@@ -100,7 +100,7 @@ class LossInputs:
     current: StepPrediction
     """Of the policy being trained, with its graph."""
     reference: StepPrediction | None = None
-    """Of the frozen reference, where the algorithm asked for it."""
+    """Of the frozen reference, where the loss asked for it (see `needs_reference`)."""
     old_log_probs: Tensor
     """[M], of the policy that sampled."""
     advantages: Tensor
@@ -122,6 +122,13 @@ class LossTerms:
 
 
 LossFunction = Callable[[LossInputs], LossTerms]
+"""Any callable. One that looks at the reference says so by an attribute `needs_reference = True`, as
+`omni_core.losses.ConfiguredLoss` does."""
+
+
+def needs_reference(loss: LossFunction | None) -> bool:
+    """Whether an engine has to fill `LossInputs.reference` for *loss* (one more forward, no graph)."""
+    return bool(getattr(loss, "needs_reference", False))
 
 
 @attrs.frozen(kw_only=True, eq=False)

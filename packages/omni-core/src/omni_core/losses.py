@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import attrs
+
 from omni_core import plugins
-from omni_core.algorithm import Algorithm
+from omni_core.algorithm import Algorithm, Policy
 from omni_core.engine import LossInputs, LossTerms
 from omni_core.options import DiffusionLossConfig
 
@@ -34,3 +36,23 @@ def diffusion_loss(config: DiffusionLossConfig, inputs: LossInputs) -> LossTerms
         PluginNotFoundError: no algorithm of that name.
     """
     return algorithm(config).loss(inputs)
+
+
+@attrs.frozen
+class ConfiguredLoss:
+    """`diffusion_loss` of one config: what `set_loss_fn` takes. Pickles as its config.
+
+    >>> engine.set_loss_fn(ConfiguredLoss(DiffusionLossConfig(name="flow_grpo", options=options)))
+    """
+
+    config: DiffusionLossConfig
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm asks for the reference's prediction."""
+        predictions = algorithm(self.config).predictions
+        return any(prediction.policy is Policy.REFERENCE for prediction in predictions)
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        """Compute the loss terms of a micro-batch."""
+        return diffusion_loss(self.config, inputs)
