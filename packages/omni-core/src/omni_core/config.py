@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -329,22 +329,32 @@ def parse_overrides(arguments: Iterable[str], *, source: str = "command line") -
     return Layer(source=source, values=values)
 
 
-def merge(layers: Sequence[Layer]) -> Resolved:
+def merge(layers: Sequence[Layer], *, choices: Collection[str] | None = None) -> Resolved:
     """Lay the layers over each other; mappings merge key by key, everything else is replaced.
 
     Where a later layer picks another plugin (another `name`), the earlier one's options go with it.
+
+    Args:
+        layers: The first is overridden by all others.
+        choices: Paths that pick a plugin; None takes every mapping with a `name` for one.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for layer in layers:
-        _lay(values, layer.values, sources, layer.source, "")
+        _lay(values, layer.values, sources, layer.source, choices)
     return Resolved(values=values, sources=sources)
 
 
 def _lay(
-    base: dict[str, Any], over: Mapping[str, Any], sources: dict[str, str], source: str, path: str
+    base: dict[str, Any],
+    over: Mapping[str, Any],
+    sources: dict[str, str],
+    source: str,
+    choices: Collection[str] | None,
+    path: str = "",
 ) -> None:
-    if "name" in over and "name" in base and over["name"] != base["name"]:
+    picks = choices is None or path in choices
+    if picks and "name" in over and "name" in base and over["name"] != base["name"]:
         for key in list(base):
             del base[key]
             _forget(sources, f"{path}.{key}" if path else str(key))
@@ -355,7 +365,7 @@ def _lay(
             if not isinstance(inner, dict):
                 _forget(sources, here)
                 inner = base[key] = {}
-            _lay(inner, value, sources, source, here)
+            _lay(inner, value, sources, source, choices, here)
         else:
             _forget(sources, here)
             base[key] = value

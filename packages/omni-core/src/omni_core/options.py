@@ -229,6 +229,14 @@ class AlgorithmConfig:
         """Whether the loss looks at the reference policy."""
         return False
 
+    @property
+    def clip(self) -> float | None:
+        """How far a ratio may move from 1 before the loss stops it; None where it looks at no ratio.
+
+        A trainer takes the rollout's log-probs only while they are exact to a tenth of this.
+        """
+        return None
+
     def rollout_algo(self) -> DiffusionRolloutAlgoConfig:
         """Say how its trajectories are sampled."""
         raise NotImplementedError

@@ -120,6 +120,10 @@ class Registry:
         """Take back what `register` added."""
         del self._registered[name]
 
+    def registered(self) -> dict[str, Plugin]:
+        """Return what `register` added: worker processes of this run need it too."""
+        return dict(self._registered)
+
     def names(self) -> list[str]:
         """Name every plugin, importing none."""
         return sorted({*self._entry_points(), *self._registered})

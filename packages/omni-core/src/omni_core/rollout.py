@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 from torch import Tensor
 
+from omni_core.options import DiffusionSamplingConfig, ScheduleSource
+from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import RolloutRequest, Trajectory
 
 
@@ -88,6 +90,17 @@ class BaseRollout(ABC):
     @abstractmethod
     def weight_version(self) -> int:
         """Version of the policy that samples."""
+
+    def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
+        """Return the sigmas that a sampling config means for its pipeline.
+
+        Raises:
+            ValueError: `stock` asked of a rollout that knows no pipeline (override this then).
+        """
+        if sampling.schedule is ScheduleSource.LINEAR:
+            return FlowMatchSchedule.linear(sampling.num_inference_steps, shift=sampling.shift)
+        msg = f"{type(self).__name__} knows no stock schedule; take sampling.schedule: linear"
+        raise ValueError(msg)
 
     @abstractmethod
     def submit(self, requests: Sequence[RolloutRequest], *, decode: bool = True) -> RolloutHandle:
