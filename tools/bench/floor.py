@@ -95,7 +95,8 @@ class Recognizer:
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         spec = importlib.util.find_spec("rapidocr")
-        assert spec is not None and spec.origin is not None
+        if spec is None or spec.origin is None:
+            raise SystemExit("rapidocr is not installed")
         weights = Path(spec.origin).parent / "models" / "PP-OCRv6_rec_small.onnx"
         self.session = onnxruntime.InferenceSession(
             str(weights), options, providers=["CPUExecutionProvider"]

@@ -1,0 +1,180 @@
+"""The `omni` command: reads its arguments, and imports what a command needs only when it runs.
+
+Exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted. A
+user's mistake is answered with sentences, without a traceback; a failed worker with its own traceback
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from omni_trainer._version import __version__
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+Command = Callable[[argparse.Namespace], int]
+
+_EPILOG = """\
+exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted
+
+  omni recipes                                what can be trained
+  omni config show quickstart                 every value and where it comes from
+  omni train quickstart trainer.steps=10      train a recipe, with a value changed
+  omni train my_run.yaml                      train from a file of your own
+"""
+_OVERRIDES = "dotted.key=value, over what the recipe or the file says; the value is read as YAML"
+
+
+def _train(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import training
+
+    return training.train(args.source, args.overrides)
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import training
+
+    return training.resume(args.run)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import training
+
+    return training.evaluate(args.run, step=args.step)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import training
+
+    return training.export(args.run, step=args.step, output=args.output)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import configs
+
+    return configs.show(args.source, args.overrides, as_yaml=args.yaml)
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import configs
+
+    return configs.validate(args.source, args.overrides)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    del args
+    from omni_trainer.commands import catalogue
+
+    return catalogue.recipes()
+
+
+def _plugins(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import catalogue
+
+    return catalogue.plugins(load=args.load)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    del args
+    from omni_trainer import doctor
+
+    return doctor.run()
+
+
+def _with_source(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
+    parser.add_argument(
+        "source", metavar="RECIPE|FILE", help="a recipe's name (omni recipes) or a YAML file"
+    )
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _with_run(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
+    parser.add_argument("run", metavar="RUN", help="the directory of a run")
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _with_step(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    said = "the checkpoint of this step (default: the newest complete one)"
+    parser.add_argument("--step", type=int, metavar="N", help=said)
+    return parser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Describe every command; imports nothing of what they do."""
+    parser = argparse.ArgumentParser(
+        prog="omni",
+        description="RL post-training for diffusion, flow-matching and omni-modality models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"omni {__version__}")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log what happens, not only what went wrong"
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, said: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=said, description=said, allow_abbrev=False)
+
+    _with_source(add("train", "Start a run from a recipe or a file."), _train)
+    _with_run(add("resume", "Go on from the newest complete checkpoint of a run."), _resume)
+    _with_step(_with_run(add("eval", "Score a checkpoint on the held-out prompts."), _eval))
+    export = _with_step(
+        _with_run(add("export", "Write a checkpoint's LoRA for diffusers."), _export)
+    )
+    export.add_argument("--output", metavar="DIR", help="where to (default: export/ in the run)")
+
+    config = add("config", "Look at a configuration without starting anything.")
+    kinds = config.add_subparsers(metavar="COMMAND", required=True)
+    show = kinds.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
+    _with_source(show, _show).add_argument(
+        "--yaml", action="store_true", help="as YAML that `omni train` takes, without the sources"
+    )
+    said = "name every mistake at once"
+    _with_source(kinds.add_parser("validate", help=said, allow_abbrev=False), _validate)
+
+    add("recipes", "List what can be trained.").set_defaults(command=_recipes)
+    listing = add("plugins", "List installed plugins and the packages that they come from.")
+    listing.add_argument(
+        "--load", action="store_true", help="also import every implementation, to find broken ones"
+    )
+    listing.set_defaults(command=_plugins)
+    add("doctor", "Check versions, devices, disk and services.").set_defaults(command=_doctor)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest:
+        # `--lr=1` and `+key=1` are overrides in other tools: say what they are here.
+        parser.error(f"unrecognized arguments: {' '.join(rest)}; an override is written key=value")
+    command: Command = args.command
+    try:
+        from omni_core.log import configure
+
+        configure(level="info" if args.verbose else "warning")
+        return command(args)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has seen enough.
+        sys.stderr.close()
+        return OK
+    except Exception as exc:  # noqa: BLE001 -- the command's last frame: every error ends here
+        from omni_trainer.commands.failures import report
+
+        return report(exc)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

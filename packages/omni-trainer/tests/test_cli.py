@@ -1,0 +1,122 @@
+"""The `omni` command: light until a command needs more, and clear about what went wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omni_core import plugins as core
+from omni_trainer import cli
+
+HEAVY = ("torch", "ray", "datasets", "matplotlib", "rich", "yaml", "cattrs")
+
+
+def install(folder: Path, name: str, *, entry_points: str, modules: dict[str, str]) -> None:
+    """Make *folder* look like a site-packages with one distribution in it."""
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    for module, text in modules.items():
+        (folder / f"{module}.py").write_text(text)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A distribution on sys.path: one good tracker, one with a broken module, one of no Plugin."""
+    modules = {
+        "stranger_plugins": (
+            "from omni_core import NoOptions, Plugin\n"
+            "good = Plugin(api=1, options=NoOptions, target='stranger_missing:X', summary='says hi')\n"
+            "number = 3\n"
+        ),
+        "stranger_broken": "raise OSError('no such library')\n",
+    }
+    points = (
+        "[omni.trackers]\n"
+        "stranger_good = stranger_plugins:good\n"
+        "stranger_number = stranger_plugins:number\n"
+        "stranger_broken = stranger_broken:plugin\n"
+    )
+    install(tmp_path, "stranger", entry_points=points, modules=modules)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for module in modules:
+        sys.modules.pop(module, None)
+    core.registry(core.TRACKERS)._loaded.pop("stranger_good", None)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config", "show", "-h"]])
+def test_help_imports_nothing_that_a_command_needs(arguments):
+    code = (
+        "import sys; from omni_trainer.cli import main\n"
+        f"try: main({arguments})\n"
+        "except SystemExit as exc: assert exc.code == 0\n"
+        f"assert [m for m in {HEAVY} if m in sys.modules] == []\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: omni")
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "r", "--lr=1"]])
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as raised:
+        cli.main(arguments)
+
+    assert raised.value.code == 2
+    assert "usage: omni" in capsys.readouterr().err
+
+
+def test_an_override_written_as_a_flag_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "recipe", "--optimizer.lr=1"])
+
+    assert "an override is written key=value" in capsys.readouterr().err
+
+
+def test_plugins_shows_a_broken_one_and_goes_on(stranger, capsys):
+    code = cli.main(["plugins"])
+
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert code == 1
+    assert lines["stranger_good"].split()[2:] == ["stranger", "1", "says", "hi"]
+    assert "broken: OSError: no such library" in lines["stranger_broken"]
+    assert "points at int, not at an omni_core Plugin" in lines["stranger_number"]
+    assert "omni-core" in lines["flow_grpo"]
+
+
+def test_plugins_load_finds_what_cannot_be_imported(stranger, capsys):
+    code = cli.main(["plugins", "--load"])
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "stranger_good" in line]
+    assert code == 1
+    assert "broken: ModuleNotFoundError: No module named 'stranger_missing'" in lines[0]
+
+
+def test_recipes_shows_standing_hardware_and_batch(tmp_path, monkeypatch, capsys):
+    module = (
+        "from omni_core import NoOptions, Plugin, Recipe, Standing\n"
+        "plugin = Plugin(api=1, options=NoOptions, target='recipe_module:build')\n"
+        "def build(options):\n"
+        "    return Recipe(yaml='', summary='it runs', standing=Standing.SMOKE,\n"
+        "                  hardware='1 core', global_batch='2 prompts x 4')\n"
+    )
+    points = "[omni.recipes]\nmade_here = recipe_module:plugin\n"
+    install(tmp_path, "cook", entry_points=points, modules={"recipe_module": module})
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    cli.main(["recipes"])
+
+    (line,) = [li for li in capsys.readouterr().out.splitlines() if li.startswith("made_here")]
+    assert [part.strip() for part in line.split("  ") if part.strip()] == [
+        "made_here",
+        "smoke",
+        "1 core",
+        "2 prompts x 4",
+        "it runs",
+    ]
