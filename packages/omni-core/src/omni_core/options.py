@@ -8,6 +8,7 @@ is there, and a config is checked without importing a backend.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,6 +104,8 @@ class EngineConfig:
     """Compute activations again in the backward pass instead of keeping them."""
     seed: int = 0
     """Of everything the engine draws: the start of the LoRA weights."""
+    device: str = "auto"
+    """Device type that it runs on (a trainer fills in its own)."""
 
 
 class LRSchedule(enum.StrEnum):
@@ -129,6 +132,27 @@ class OptimizerConfig:
     """Optimizer steps of the whole run; linear and cosine need it (a trainer fills it in)."""
     max_nonfinite_steps: int = attrs.field(default=3, validator=not_negative)
     """Updates skipped for a non-finite gradient, in a row, before the run ends."""
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the optimizer step that follows *step* taken ones.
+
+        Warm-up ends at `lr` with its last step; linear and cosine then reach 0 at `total_steps`.
+
+        Raises:
+            ValueError: linear or cosine without `total_steps`.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule is LRSchedule.CONSTANT:
+            return self.lr
+        if self.total_steps is None:
+            msg = f"optimizer.total_steps: schedule {self.schedule.value!r} needs it"
+            raise ValueError(msg)
+        left = max(self.total_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / left, 1.0)
+        if self.schedule is LRSchedule.LINEAR:
+            return self.lr * (1.0 - progress)
+        return self.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
 
     @betas.validator
     def _two_betas(self, _: Any, value: tuple[float, ...]) -> None:

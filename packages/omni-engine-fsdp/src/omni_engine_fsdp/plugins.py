@@ -1,0 +1,28 @@
+"""What this package offers by name. Imports no torch: listing plugins or checking a config is cheap."""
+
+from __future__ import annotations
+
+from omni_core.plugins import Plugin
+from omni_core.recipe import NoOptions
+from omni_engine_fsdp.options import EngineRolloutConfig, FSDPEngineConfig
+
+diffusion_fsdp2 = Plugin(
+    api=1,
+    options=FSDPEngineConfig,
+    target="omni_engine_fsdp.ppo:PPODiffusersFSDPEngine",
+    summary="reverse-process policy gradient on diffusers models, sharded by FSDP2, with LoRA",
+)
+
+engine_rollout = Plugin(
+    api=1,
+    options=EngineRolloutConfig,
+    target="omni_engine_fsdp.rollout:EngineRollout",
+    summary="samples with the trained module itself",
+)
+
+sd3 = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.sd3:SD3Family",
+    summary="Stable Diffusion 3 and 3.5",
+)
