@@ -1,0 +1,1 @@
+"""Rewards that ship with the trainer, and what scores with any reward."""
