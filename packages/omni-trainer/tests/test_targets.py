@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ class Quoted(RewardFunction):
         ("a sign that reads “Hello”", "Hello"),
         ('a sign that reads "say \\"hi\\" twice"', 'say "hi" twice'),
         ('a sign that reads "“curly” inside"', "“curly” inside"),
-        ("a sign that reads “straight \" inside”", 'straight " inside'),
-        ('a sign "Don\'t" on a boy\'s door', "Don't"),
+        ('a sign that reads “straight " inside”', 'straight " inside'),
+        ("a sign \"Don't\" on a boy's door", "Don't"),
         ('"C:\\new" on a label', "C:\\new"),
         ('a sign that reads " Hello World "', " Hello World "),
         ('日本 "コーヒー"', "コーヒー"),
@@ -48,15 +49,14 @@ def test_case_15_the_quoted_part_is_the_target(prompt, target):
         ('a sign that reads "  "', "nothing stands between"),
         ('a sign that reads "Hello', 'quote " at column 19 is never closed'),
         ('a sign that reads “Hello"', "quote “ at column 19 is never closed"),
-        ('a sign that reads Hello”', "quote ” at column 24 closes nothing"),
+        ("a sign that reads Hello”", "quote ” at column 24 closes nothing"),
         ('a "Stop" sign above a "Go" sign', '2 quoted parts ("Stop", "Go")'),
         ('a 5" nail that reads "Hi"', "never closed"),
     ],
 )
 def test_case_15_a_prompt_without_one_target_is_refused(prompt, says):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(says)):
         quoted_text(prompt)
-    assert says in str(error.value)
 
 
 def test_the_first_of_several_parts_can_be_asked_for():
