@@ -1,0 +1,34 @@
+"""docs/cases.md lists what must never go wrong silently; each case is a test that names it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# fmt: off
+CASES = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 15, 16, 17, 18, 19, 20, 22, 24, 26, 28, 29, 32, 33, 34, 35, 36]
+# fmt: on
+LISTED = re.findall(r"^\| (\d+) \|", (ROOT / "docs/cases.md").read_text(), re.MULTILINE)
+TESTS = [
+    path
+    for folder in (ROOT / "tests", *ROOT.glob("packages/*/tests"))
+    for path in folder.rglob("test_*.py")
+]
+
+
+def named(text: str) -> set[int]:
+    """Cases that the functions of a test file name."""
+    names = re.findall(r"^\s*(?:async )?def (test_\w+)", text, re.MULTILINE)
+    return {int(number) for name in names for number in re.findall(r"case_0*(\d+)", name)}
+
+
+def test_the_table_lists_the_cases_in_order():
+    assert [int(number) for number in LISTED] == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_test_names(case):
+    assert [path.name for path in TESTS if case in named(path.read_text())], (
+        f"no function test_..case_{case}.. in tests/ or packages/*/tests"
+    )
