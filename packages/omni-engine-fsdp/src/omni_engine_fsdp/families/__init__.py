@@ -1,0 +1,1 @@
+"""Model families, one file each: Denoiser, Conditioner and Codec of one kind of pipeline."""
