@@ -287,14 +287,17 @@ class SD3Family(ModelFamily):
             )
         for name in ("text_encoder", "text_encoder_2"):
             self.folder.require(name, "CLIPTextModelWithProjection")
+        absent: dict[str, Any] = {"transformer": None}
+        if "text_encoder_3" in self.folder.components:
+            self.folder.require("text_encoder_3", "T5EncoderModel")
+        else:
+            # T5's width is read off the transformer then, which needs no weights for that.
+            absent = {"transformer": self._transformer, "text_encoder_3": None, "tokenizer_3": None}
         stock: Any = StableDiffusion3Pipeline
         with quiet_loading():
             pipeline = stock.from_pretrained(
                 self.folder.root,
-                # Without T5 its width is read off the transformer, which needs no weights for that.
-                transformer=None
-                if "text_encoder_3" in self.folder.components
-                else self._transformer,
+                **absent,
                 vae=None,
                 image_encoder=None,
                 feature_extractor=None,
