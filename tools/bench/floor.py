@@ -9,7 +9,6 @@ Letters: B pictures of a step, T sampling steps, M rows of a micro-batch.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
-import torch.nn.functional as F
 from diffusers import StableDiffusion3Pipeline
 from peft import LoraConfig
 from rapidfuzz.distance import Levenshtein
+from rapidocr import RapidOCR
+from rapidocr.ch_ppocr_rec import TextRecInput
 from torch import Tensor
 
 LORA_TARGETS = (
@@ -88,39 +87,28 @@ class Split:
 
 
 class Recognizer:
-    """RapidOCR's recognition network, batched, greedy CTC; pictures in, texts out."""
+    """RapidOCR's recogniser; pictures in, texts out."""
 
     def __init__(self, batch_size: int) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        spec = importlib.util.find_spec("rapidocr")
-        if spec is None or spec.origin is None:
-            raise SystemExit("rapidocr is not installed")
-        weights = Path(spec.origin).parent / "models" / "PP-OCRv6_rec_small.onnx"
-        self.session = onnxruntime.InferenceSession(
-            str(weights), options, providers=["CPUExecutionProvider"]
+        height = 48
+        self.engine = RapidOCR(
+            params={
+                "Global.log_level": "error",
+                "Global.use_cls": False,
+                "Rec.rec_img_shape": [3, height, height],
+                "Rec.rec_batch_num": batch_size,
+                "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+                "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            }
         )
-        known = self.session.get_modelmeta().custom_metadata_map["character"].splitlines()
-        self.characters = ["", *known, " "]
-        self.input = self.session.get_inputs()[0].name
-        self.batch_size = batch_size
+        self.read(np.full((1, height, height, 3), 255, np.uint8))  # a model loads with the first
 
     def read(self, images: np.ndarray[Any, Any]) -> list[str]:
         """uint8 [B, H, W, 3] RGB -> B texts."""
-        pixels = torch.from_numpy(np.ascontiguousarray(images[..., ::-1])).permute(0, 3, 1, 2)
-        width = round(48 * images.shape[2] / images.shape[1])
-        scaled = F.interpolate(pixels.float(), (48, width), mode="bilinear", align_corners=False)
-        batch = (scaled / 127.5 - 1).numpy()
-        texts = []
-        for start in range(0, len(batch), self.batch_size):
-            (scores,) = self.session.run(None, {self.input: batch[start : start + self.batch_size]})
-            texts += [self._collapse(ids) for ids in scores.argmax(-1)]
-        return texts
-
-    def _collapse(self, ids: np.ndarray[Any, Any]) -> str:
-        kept = ids[(ids != 0) & np.concatenate([[True], ids[1:] != ids[:-1]])]
-        return "".join(self.characters[i] for i in kept)
+        pictures = [np.ascontiguousarray(image) for image in images[..., ::-1]]
+        if self.engine.text_rec is None:
+            self.engine(pictures[0], use_det=False)
+        return list(self.engine.text_rec(TextRecInput(img=pictures)).txts)
 
 
 def text_reward(read: str, target: str) -> float:
