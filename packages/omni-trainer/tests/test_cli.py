@@ -120,3 +120,101 @@ def test_recipes_shows_standing_hardware_and_batch(tmp_path, monkeypatch, capsys
         "2 prompts x 4",
         "it runs",
     ]
+
+
+RUN = """
+model: {path: toy, family: toy, pipeline: {height: 8, width: 8}}
+engine: {name: toy}
+rollout: {name: toy, samples_per_prompt: 4, sampling: {num_inference_steps: 4}}
+algorithm: {name: flow_grpo}
+reward: {name: toy}
+data: {train: prompts.txt, prompts_per_step: 2}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path, toys):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return str(path)
+
+
+@pytest.fixture
+def toys():
+    from omni_core.testing.toys import register_toys, unregister_toys
+
+    register_toys()
+    yield
+    unregister_toys()
+
+
+def test_config_show_says_where_each_value_came_from(run_file, capsys):
+    assert cli.main(["config", "show", run_file, "optimizer.lr=1e-4"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines}
+    assert table["optimizer.lr"] == ["0.0001", "command", "line"]
+    assert table["data.prompts_per_step"] == ["2", run_file]
+    assert table["optimizer.eps"] == ["1e-08", "default"]
+    starts = {line.index(end) for line, end in zip(lines[1:], ends(lines[1:]), strict=True)}
+    assert len(starts) == 1
+
+
+def ends(lines: list[str]) -> list[str]:
+    return [line.rstrip().rpartition("  ")[2].lstrip() for line in lines]
+
+
+def test_config_show_as_yaml_is_a_config(run_file, tmp_path, capsys):
+    assert cli.main(["config", "show", run_file, "seeds.data=3", "--yaml"]) == 0
+    text = capsys.readouterr().out
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+
+    assert cli.main(["config", "show", str(again), "--yaml"]) == 0
+    assert capsys.readouterr().out == text
+    assert "data: 3\n" in text
+
+
+def test_case_33_config_validate_names_every_mistake_and_exits_with_2(run_file, capsys):
+    wrong = ["+trainer.sav_freq=5", "optimizer.lr=abc", "trainer.resume_mode=atuo"]
+
+    assert cli.main(["config", "validate", run_file, *wrong]) == 2
+
+    said = capsys.readouterr()
+    first, *lines = said.err.splitlines()
+    assert (said.out, first) == ("", "the configuration has 3 mistakes:")
+    assert lines[0].startswith("  optimizer.lr: expected a number, got 'abc'")
+    assert "trainer.sav_freq: unknown key; did you mean 'checkpoint.every'?" in lines[1]
+    assert "trainer.resume_mode: 'atuo' is none of never, auto; did you mean 'auto'?" in lines[2]
+
+
+def test_config_validate_says_that_a_config_fits(run_file, capsys):
+    assert cli.main(["config", "validate", run_file]) == 0
+    assert capsys.readouterr().out == f"{run_file} is valid\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("no_such_recipe", "no omni.recipes plugin named 'no_such_recipe'"),
+        ("no/such/file.yaml", "config file 'no/such/file.yaml' does not exist"),
+    ],
+)
+def test_a_missing_source_is_a_sentence_not_a_traceback(source, said, capsys):
+    assert cli.main(["config", "validate", source]) == 2
+
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {said}")
+    assert "Traceback" not in err
+
+
+def test_an_unexpected_error_shows_its_traceback_and_exits_with_1(monkeypatch, capsys):
+    from omni_trainer.commands import catalogue
+
+    def fails(**_):
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setattr(catalogue, "plugins", fails)
+
+    assert cli.main(["plugins"]) == 1
+    assert capsys.readouterr().err.endswith("RuntimeError: the disk is on fire\n")

@@ -19,8 +19,8 @@ rollout:
 algorithm: {name: fork_reinforce, noise_level: 0.7}
 reward: {name: fork_redness}
 data:
-  train: package:omni_configs/prompts/tiny_signs_train.txt
-  heldout: package:omni_configs/prompts/tiny_signs_heldout.txt
+  train: package:omni_configs/prompts/tiny_signs/train.txt
+  heldout: package:omni_configs/prompts/tiny_signs/heldout.txt
   prompts_per_step: 2
 evaluation:
   every: 0
