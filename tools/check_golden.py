@@ -28,6 +28,9 @@ from torch import Tensor
 
 from omni_core.advantages import AdvantageStd, group_advantages
 from omni_core.kl import KLForm, gaussian_kl
+from omni_core.language_advantages import gae_advantages, outcome_advantages
+from omni_core.language_loss import ppo_loss, value_loss
+from omni_core.language_options import Aggregation, PolicyForm, PPOLossOptions, ValueLossOptions
 from omni_core.policy_loss import clipped_surrogate
 from omni_core.reverse_step import StepKind, reverse_step
 
@@ -153,12 +156,71 @@ def _distill_kl(case: Case) -> Result:
     return Result(values={"loss": kl.mean()}, metrics={"distill_kl_loss": kl.mean()})
 
 
+def _language_policy(case: Case) -> Result:
+    form = case.choice(PolicyForm, case.param("loss"))
+    aggregation = case.choice(Aggregation, case.param("agg"))
+    if form is PolicyForm.GEO_MEAN:
+        aggregation = None  # the published code takes the mean over sequences, whatever `agg` says
+    options = PPOLossOptions(
+        form=form,
+        clip_ratio_low=case.param("clip_ratio_low"),
+        clip_ratio_high=case.param("clip_ratio_high"),
+        dual_clip=case.param("dual_clip_c"),
+        aggregation=aggregation,
+    )
+    loss = ppo_loss(
+        options,
+        case.tensor("log_probs"),
+        case.tensor("old_log_probs"),
+        case.tensor("advantages"),
+        case.tensor("mask").bool(),
+    )
+    return Result(values={"loss": loss.loss})
+
+
+def _language_value(case: Case) -> Result:
+    options = ValueLossOptions(
+        clip_range=case.param("cliprange_value"),
+        aggregation=case.choice(Aggregation, case.param("agg")),
+    )
+    loss = value_loss(
+        options,
+        case.tensor("vpreds"),
+        case.tensor("values"),
+        case.tensor("returns"),
+        case.tensor("mask").bool(),
+    )
+    return Result(values={"loss": loss.loss})
+
+
+def _gae(case: Case) -> Result:
+    result = gae_advantages(
+        case.tensor("token_level_rewards"),
+        case.tensor("values"),
+        case.tensor("mask").bool(),
+        gamma=case.param("gamma"),
+        lam=case.param("lam"),
+    )
+    return Result(values={"advantages": result.advantages, "returns": result.returns})
+
+
+def _grpo_outcome(case: Case) -> Result:
+    result = outcome_advantages(
+        case.tensor("token_level_rewards"), case.param("group"), case.tensor("mask").bool()
+    )
+    return Result(values={"advantages": result.advantages})
+
+
 HANDLERS: dict[str, Callable[[Case], Result]] = {
     "reverse_steps": _reverse_steps,
     "advantages": _advantages,
     "losses/flow_grpo": _flow_grpo,
     "losses/kl": _kl,
     "losses/distill_kl": _distill_kl,
+    **{f"language/{form}": _language_policy for form in PolicyForm},
+    "language/value": _language_value,
+    "language/lm_gae": _gae,
+    "language/lm_grpo": _grpo_outcome,
 }
 """`section/loss`, `section/name` (a case's name without its number), or `section` for all its cases."""
 

@@ -36,6 +36,25 @@ _HOMES = {
         "TrainBatch",
     ),
     "omni_core.kl": ("gaussian_kl", "velocity_kl"),
+    "omni_core.language_advantages": (
+        "OutcomeAdvantages",
+        "TokenAdvantages",
+        "gae_advantages",
+        "outcome_advantages",
+    ),
+    "omni_core.language_loss": (
+        "LanguageLoss",
+        "loss_denominator",
+        "ppo_loss",
+        "sft_loss",
+        "value_loss",
+    ),
+    "omni_core.language_options": (
+        "Aggregation",
+        "PPOLossOptions",
+        "PolicyForm",
+        "ValueLossOptions",
+    ),
     "omni_core.losses": ("ConfiguredLoss", "diffusion_loss"),
     "omni_core.metrics": ("Moments",),
     "omni_core.model": (
