@@ -1,6 +1,42 @@
-"""Test support that ships with the contracts: toys that keep them all, and suites that check a plugin.
+"""Test support that ships with the contracts: suites that check a plugin, and toys that keep them all.
 
-`omni_core.testing.toys` is a whole model family, engine, rollout and reward in plain torch that trains in
-milliseconds. The suites need pytest (`pip install "omni-core[testing]"`); the toys do not, and nothing
-in omni_core outside this package imports either.
+A fork subclasses a suite in its own tests and provides the fixtures that the suite's docstring names::
+
+    from omni_core.testing import EngineSuite
+
+    class TestMyEngine(EngineSuite):
+        @pytest.fixture
+        def make_engine(self): ...
+
+The suites need pytest (`pip install "omni-core[testing]"`), `omni_core.testing.toys` does not; nothing in
+omni_core outside this package imports either. Where a suite fails, its assertion says what was expected.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "AlgorithmSuite": "algorithm_suite",
+    "EngineSuite": "engine_suite",
+    "RewardSuite": "reward_suite",
+    "RolloutSuite": "rollout_suite",
+    "loss_inputs": "samples",
+    "requests_for": "samples",
+    "take_rows": "samples",
+    "train_batch": "samples",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604 -- built from the table
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    module = f"{__name__}.{_HOMES[name]}"
+    if module.endswith("_suite"):
+        # So that a failed assert shows both sides, as it does in a test file.
+        import_module("pytest").register_assert_rewrite(module)
+    return getattr(import_module(module), name)
