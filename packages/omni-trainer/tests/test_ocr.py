@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 from omni_core import config, plugins
 from omni_core.reward import RewardInput
 from omni_core.trajectory import Media
-from omni_trainer.rewards.ocr import OCRReward, text_reward
+from omni_trainer.rewards.ocr import OCRReward, is_blank, text_reward
 from omni_trainer.rewards.options import OCRRewardConfig
 
 COLOURS = [(250, 220, 60), (60, 110, 200), (235, 235, 235), (30, 130, 80)]
@@ -62,6 +62,24 @@ def test_reward_of_a_text(read, target, value):
 def test_a_blank_target_has_no_score():
     with pytest.raises(ValueError, match="target ' ' is blank"):
         text_reward("Hi", " ")
+
+
+@pytest.mark.parametrize(
+    ("read", "target", "blank"),
+    [
+        ("", "47", True),
+        ("回", "47", True),
+        ("à", "47", True),
+        ("O7", "47", False),
+        ("83", "47", False),
+        ("E", "Hello", False),
+        ("É", "hello", False),
+        ("三", "Hello", True),
+        ("回", "日本", False),
+    ],
+)
+def test_a_picture_is_blank_if_nothing_of_the_targets_kind_is_read(read, target, blank):
+    assert is_blank(read, target) == blank
 
 
 def test_the_model_ships_in_the_wheel():

@@ -11,6 +11,7 @@ PP-OCR recogniser, whose weights ship in its wheel.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,26 @@ def text_reward(read: str, target: str) -> float:
     return 1.0 - min(distance, len(wanted)) / len(wanted)
 
 
+def is_blank(read: str, target: str) -> bool:
+    """Whether nothing *read* is of a kind that *target* is made of: digits, Latin letters, ...
+
+    A recogniser reads something into nearly every picture, into an empty sign often a lone Chinese
+    character, so that nothing at all was read is too rare to tell whether there was text.
+    """
+    return _kinds(comparable(read)).isdisjoint(_kinds(comparable(target)))
+
+
+def _kinds(text: str) -> set[str]:
+    return {
+        unicodedata.name(character, "").partition(" ")[0]
+        if character.isalpha()
+        else unicodedata.category(character)
+        for character in text
+    }
+
+
 class OCRReward(RewardFunction):
-    """Scores images; details of each sample: `read` (the text), `exact` and `blank` (0 or 1)."""
+    """Scores images; details of a sample: `read`, `exact` (1 if that is the target) and `blank` (0 or 1)."""
 
     name = "ocr"
 
@@ -127,13 +146,12 @@ class OCRReward(RewardFunction):
 def _result(read: str, target: str | None) -> RewardResult:
     if target is None:
         return RewardResult.failed("the row has no target text")
-    got = comparable(read)
     return RewardResult(
         value=text_reward(read, target),
         details={
             "read": read,
-            "exact": float(got == comparable(target)),
-            "blank": float(not got),
+            "exact": float(comparable(read) == comparable(target)),
+            "blank": float(is_blank(read, target)),
         },
     )
 

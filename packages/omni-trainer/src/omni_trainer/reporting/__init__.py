@@ -1,0 +1,1 @@
+"""What a run shows people: metrics, progress, plots, grids and intervals."""
