@@ -117,6 +117,14 @@ def peak_memory(device: torch.device | str) -> int:
     return int(reader()) if reader is not None else 0
 
 
+def total_memory(device: torch.device | str) -> int:
+    """Bytes of memory that *device* has; the machine's for devices that share it."""
+    kind = torch.device(device).type
+    if kind in ("cpu", "mps"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(_module(kind).get_device_properties(torch.device(device)).total_memory)
+
+
 def empty_cache(device: torch.device | str) -> None:
     """Give unused cached memory back to the device."""
     kind = torch.device(device).type

@@ -250,7 +250,10 @@ class BaseEngine(ABC):
         said = {"lr": report.lr, "skipped": float(not report.stepped)}
         if report.stepped:
             said["grad_norm"] = report.grad_norm
-        extra = {name: Moments.of(torch.tensor([value])) for name, value in said.items()}
+        extra = {
+            name: Moments.of(torch.tensor([value], dtype=torch.float64))
+            for name, value in said.items()
+        }
         return attrs.evolve(output, metrics={**output.metrics, **extra})
 
     def infer_batch(

@@ -1,0 +1,354 @@
+"""What every diffusers engine on FSDP2 shares: loading, LoRA, sharding, modes, optimizer, checkpoints.
+
+A subclass says how a batch becomes forwards and gradients. Parameters are always reached through
+`parameters`, the sharded ones: modules hold gathered copies between a forward and the next backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from omni_core import device as devices
+from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerReport
+from omni_core.model import Denoiser, ModelFamily
+from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
+from omni_core.seeds import derive_seed
+from omni_engine_fsdp import checkpoint, export, lora, precision, sharding
+from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
+from omni_engine_fsdp.model_index import find_family
+from omni_engine_fsdp.optimizer import build_optimizer, build_schedule, clip_gradients
+from omni_engine_fsdp.options import FSDPEngineConfig
+
+log = structlog.get_logger()
+
+
+class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
+    """A diffusers denoiser with LoRA (or all weights trained) under `fully_shard`."""
+
+    engine_config: FSDPEngineConfig
+    family: ModelFamily
+    denoiser: Denoiser
+    """Over the sharded, adapted modules."""
+    device: torch.device
+    mesh: DeviceMesh
+    parameters: Mapping[str, Mapping[str, nn.Parameter]]
+    optimizer: AdamW | None
+    scheduler: LambdaLR | None
+    weight_version: int
+    """Optimizer steps taken; kept by checkpoints, so that it only grows."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: OptimizerConfig | None,
+        checkpoint_config: CheckpointConfig | None,
+    ) -> None:
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.parameters = {}
+        self.optimizer = None
+        self.scheduler = None
+        self.weight_version = 0
+        self.nonfinite_steps = 0
+        """Updates skipped for a non-finite gradient since the last one that was taken."""
+        self._more_adapters: list[str] = []
+
+    # -- making -----------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str) -> None:
+        """Ask for another named adapter, frozen and equal to `default` at first.
+
+        Raises:
+            RuntimeError: the model is initialised: adapters are sharded together with it.
+            ValueError: the name is taken or holds a dot, or the model trains without LoRA.
+        """
+        if self.parameters:
+            msg = f"add_adapter({name!r}): adapters are added before initialize, which shards them"
+            raise RuntimeError(msg)
+        if self.model_config.lora is None:
+            msg = f"add_adapter({name!r}): model.lora is null, every weight is trained"
+            raise ValueError(msg)
+        if name in (DEFAULT, *self._more_adapters) or not name or "." in name:
+            msg = f"add_adapter({name!r}): taken, empty or with a dot"
+            raise ValueError(msg)
+        self._more_adapters.append(name)
+
+    def initialize(self) -> None:
+        """Load, adapt and shard every expert; make the optimizer unless its config is None.
+
+        Raises:
+            ValueError: a LoRA target matches nothing, or a config does not fit the model.
+        """
+        config = self.model_config
+        self.device = devices.resolve(self.engine_config.device, local_rank=sharding.local_rank())
+        sharding.ensure_process_group(self.device)
+        self.mesh = sharding.data_parallel_mesh(self.device)
+        self.family = find_family(config)
+        frozen = config.lora is not None
+        stored = precision.compute_dtype if frozen else precision.master_dtype
+        self.denoiser = self.family.load_denoiser(stored(config.dtype))
+        for name, expert in self.denoiser.experts.items():
+            expert.requires_grad_(not frozen)
+            self._adapt(name, expert)
+            self._checkpoint_activations(name, expert)
+            expert.to(self.device)
+            self._shard(expert)
+        self.parameters = {
+            name: dict(expert.named_parameters()) for name, expert in self.denoiser.experts.items()
+        }
+        for name in self._more_adapters:
+            self.copy_adapter(DEFAULT, name)
+        if self.optimizer_config is not None:
+            self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)
+            self.scheduler = build_schedule(self.optimizer, self.optimizer_config)
+        self._log_made()
+
+    def _adapt(self, name: str, expert: nn.Module) -> None:
+        config = self.model_config.lora
+        if config is None:
+            return
+        targets = self.lora_targets
+        lora.check_targets(expert, targets, name=name)
+        for adapter in (DEFAULT, *self._more_adapters):
+            lora.inject(
+                expert,
+                config,
+                targets,
+                adapter=adapter,
+                seed=derive_seed("expert", self.engine_config.seed, name),
+                dtype=precision.master_dtype(self.model_config.dtype),
+            )
+        for layer in lora.layers_of(expert).values():
+            layer.set_adapter(DEFAULT)  # makes it trainable, and freezes every other adapter
+
+    def _checkpoint_activations(self, name: str, expert: nn.Module) -> None:
+        if not self.engine_config.gradient_checkpointing:
+            return
+        enable = getattr(expert, "enable_gradient_checkpointing", None)
+        if enable is None:
+            msg = (
+                f"engine.gradient_checkpointing: expert {name!r} ({type(expert).__name__}) has none"
+            )
+            raise ValueError(msg)
+        enable()
+
+    def _shard(self, expert: nn.Module) -> None:
+        config = self.engine_config
+        frozen = sharding.nbytes(p for p in expert.parameters() if not p.requires_grad)
+        replicate = self.model_config.lora is not None and sharding.replicates_base(
+            config, frozen, device=self.device, ranks=self.mesh.size()
+        )
+        free = config.reshard_after_forward
+        sharding.shard(
+            expert,
+            self.denoiser.shard_units(expert),
+            mesh=self.mesh,
+            policy=precision.mixed_precision(self.model_config.dtype),
+            replicate_base=replicate,
+            reshard_after_forward=(not replicate and self.mesh.size() > 1)
+            if free is None
+            else free,
+        )
+
+    def _log_made(self) -> None:
+        trained = self.trained()
+        log.info(
+            "engine.initialized",
+            family=type(self.family).__name__,
+            experts=list(self.denoiser.experts),
+            trained=sum(p.numel() for p in trained.values()),
+            device=str(self.device),
+            ranks=self.mesh.size(),
+        )
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Suffixes of the modules that LoRA adapts: the config's, or the family's own."""
+        config = self.model_config.lora
+        if config is None or config.targets is None:
+            return tuple(self.denoiser.lora_targets)
+        return config.targets
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return every trained parameter (sharded) as `expert.name`."""
+        return {
+            f"{expert}.{name}": parameter
+            for expert, parameters in self.parameters.items()
+            for name, parameter in parameters.items()
+            if parameter.requires_grad
+        }
+
+    # -- modes ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Take gradients; the former state comes back on leaving."""
+        with self._mode(training=True), torch.enable_grad():
+            yield
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Predict only, without gradients (no_grad: inference tensors cannot be trained on later)."""
+        with self._mode(training=False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        before = {name: expert.training for name, expert in self.denoiser.experts.items()}
+        for expert in self.denoiser.experts.values():
+            expert.train(training)
+        try:
+            yield
+        finally:
+            for name, expert in self.denoiser.experts.items():
+                expert.train(before[name])
+
+    # -- optimizer --------------------------------------------------------------------------------
+
+    def _optimizer(self) -> tuple[AdamW, LambdaLR]:
+        if self.optimizer is None or self.scheduler is None:
+            msg = "this engine only predicts: it was built without an optimizer config"
+            raise RuntimeError(msg)
+        return self.optimizer, self.scheduler
+
+    def optimizer_step(self) -> OptimizerReport:
+        """Clip by the global norm and step, unless a gradient of any rank is not finite.
+
+        Raises:
+            NonFiniteGradientsError: more than `optimizer.max_nonfinite_steps` in a row were skipped.
+            RuntimeError: there is no optimizer, or no gradient at all.
+        """
+        optimizer, _ = self._optimizer()
+        config = cast(OptimizerConfig, self.optimizer_config)
+        self.prepare_weights()
+        trained = [p for p in self.trained().values() if p.grad is not None]
+        if not trained:
+            msg = "optimizer_step: no parameter has a gradient; run forward_backward_batch first"
+            raise RuntimeError(msg)
+        norm = clip_gradients(trained, config.max_grad_norm)
+        rate = float(optimizer.param_groups[0]["lr"])
+        if math.isfinite(norm):
+            optimizer.step()
+            self.weight_version += 1
+            self.nonfinite_steps = 0
+            return OptimizerReport(grad_norm=norm, stepped=True, lr=rate)
+        self.optimizer_zero_grad()
+        self.nonfinite_steps += 1
+        log.warning("engine.step_skipped", grad_norm=norm, in_a_row=self.nonfinite_steps)
+        if self.nonfinite_steps > config.max_nonfinite_steps:
+            msg = (
+                f"{self.nonfinite_steps} updates in a row had a non-finite gradient "
+                f"(optimizer.max_nonfinite_steps is {config.max_nonfinite_steps}); weights are those "
+                f"of version {self.weight_version}"
+            )
+            raise NonFiniteGradientsError(msg)
+        return OptimizerReport(grad_norm=norm, stepped=False, lr=rate)
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop gradients."""
+        for parameters in self.parameters.values():
+            for parameter in parameters.values():
+                parameter.grad = None
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one optimizer step; returns the new rate."""
+        optimizer, scheduler = self._optimizer()
+        scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    def prepare_weights(self) -> None:
+        """Free gathered copies, so that what modules hold are the sharded weights themselves."""
+        for expert in self.denoiser.experts.values():
+            sharding.reshard(expert)
+
+    # -- parallelism ------------------------------------------------------------------------------
+
+    def get_data_parallel_rank(self) -> int:
+        """Place among those that hold different rows: all ranks do."""
+        return int(self.mesh.get_local_rank())
+
+    def get_data_parallel_size(self) -> int:
+        """Number of ranks."""
+        return int(self.mesh.size())
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks; None for one."""
+        return self.mesh.get_group() if self.mesh.size() > 1 else None
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Every rank's outputs count: there is no model parallelism."""
+        return True
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def get_per_tensor_param(
+        self, *, adapter: str | None = DEFAULT
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors one at a time, detached, on the engine's device; a collective.
+
+        Names are the expert's, a dot, and the name that a stock module or LoRA file has:
+        `transformer.blocks.0.to_q.lora_A.weight`, or `transformer.blocks.0.to_q.weight` with None,
+        which yields every weight with `default` merged into it (alpha / rank * B A).
+
+        Raises:
+            ValueError: no such adapter.
+        """
+        self.prepare_weights()
+        if adapter is not None:
+            for expert, parameters in self.adapter_parameters(adapter).items():
+                for name, parameter in parameters.items():
+                    yield f"{expert}.{name}", sharding.whole(parameter.detach())
+            return
+        yield from export.merged_weights(self)
+
+    def export_adapter(self, directory: Path, *, adapter: str = DEFAULT) -> Path:
+        """Write a LoRA for stock diffusers and PEFT; see `export.write_adapter`."""
+        return export.write_adapter(self, directory, adapter)
+
+    def save_checkpoint(self, directory: Path) -> dict[str, Any]:
+        """Write trained tensors, adapters and optimizer; see `checkpoint.save`."""
+        return checkpoint.save(self, directory)
+
+    def load_checkpoint(self, directory: Path, state: Mapping[str, Any]) -> None:
+        """Restore what `save_checkpoint` wrote and returned; see `checkpoint.load`."""
+        checkpoint.load(self, directory, state)
+
+    def to(
+        self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Move parts to `cpu` (to free the device), or back to `device`, the engine's own.
+
+        Gradients lie where their weights lie, so they are moved with `model`.
+
+        Raises:
+            ValueError: another device than those two; or `grad` unlike `model` while there are
+                gradients.
+        """
+        if device not in ("cpu", "device", self.device.type, str(self.device)):
+            msg = f"engine.to({device!r}): expected 'cpu' or 'device' ({self.device})"
+            raise ValueError(msg)
+        if model is not grad and any(p.grad is not None for p in self.trained().values()):
+            msg = "engine.to: gradients lie where their weights lie; drop them or move both"
+            raise ValueError(msg)
+        kind = torch.device("cpu") if device == "cpu" else self.device
+        self.prepare_weights()
+        if model:
+            for expert in self.denoiser.experts.values():
+                expert.to(kind)
+        if optimizer and self.optimizer is not None:
+            for moments in self.optimizer.state.values():
+                for name, value in moments.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        moments[name] = value.to(kind)

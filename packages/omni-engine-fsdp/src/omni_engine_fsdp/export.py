@@ -1,0 +1,115 @@
+"""A trained adapter as files that stock diffusers and PEFT load with the right scale.
+
+Layout: `pytorch_lora_weights.safetensors` for `pipeline.load_lora_weights(directory)`, with PEFT's
+configuration in its metadata (without it diffusers takes alpha = rank), and `peft/` with
+`adapter_config.json` and `adapter_model.safetensors` for PEFT. An engine of several experts writes one
+`peft/EXPERT/` for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from omni_engine_fsdp import lora, sharding
+from omni_engine_fsdp.lora import DEFAULT
+
+if TYPE_CHECKING:
+    from omni_engine_fsdp.engine import DiffusersFSDPEngine
+
+WEIGHTS = "pytorch_lora_weights.safetensors"
+PEFT = "peft"
+PEFT_PREFIX = "base_model.model."
+
+
+def write_adapter(engine: DiffusersFSDPEngine, directory: Path, adapter: str = DEFAULT) -> Path:
+    """Write an adapter; all ranks call it, the first writes.
+
+    Args:
+        engine: Its LoRA is written in float32.
+        directory: Made if missing.
+        adapter: Which one.
+
+    Returns:
+        The file for diffusers.
+
+    Raises:
+        ValueError: no such adapter, or the engine trains without LoRA.
+    """
+    config = engine.model_config.lora
+    if config is None:
+        msg = "there is no adapter to export: model.lora is null"
+        raise ValueError(msg)
+    layers: dict[str, dict[str, Tensor]] = {name: {} for name in engine.denoiser.experts}
+    for name, tensor in engine.get_per_tensor_param(adapter=adapter):
+        expert, _, rest = name.partition(".")
+        layers[expert][rest] = tensor.float().cpu().contiguous()
+    if engine.get_data_parallel_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        peft_config = lora.peft_config(config, engine.lora_targets)
+        _write_diffusers(engine, directory, layers, _plain(peft_config))
+        for expert, tensors in layers.items():
+            folder = directory / PEFT / (expert if len(layers) > 1 else "")
+            folder.mkdir(parents=True, exist_ok=True)
+            peft_config.save_pretrained(str(folder))
+            named = {PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
+            save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return directory / WEIGHTS
+
+
+def _write_diffusers(
+    engine: DiffusersFSDPEngine,
+    directory: Path,
+    layers: dict[str, dict[str, Tensor]],
+    metadata: dict[str, Any],
+) -> None:
+    """Let the pipeline's own class write, with its own key prefixes."""
+    pipeline: Any = getattr(diffusers, engine.family.pipeline_classes[0])
+    said: dict[str, Any] = {}
+    for expert, tensors in layers.items():
+        said[f"{expert}_lora_layers"] = tensors
+        said[f"{expert}_lora_adapter_metadata"] = dict(metadata)
+    pipeline.save_lora_weights(directory, weight_name=WEIGHTS, **said)
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = config.to_dict()
+    return plain
+
+
+def merged_weights(engine: DiffusersFSDPEngine) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight under its stock name, `default` merged: W + (alpha / rank) B A.
+
+    The sum is taken in the adapter's precision and cast to the weight's own.
+
+    Raises:
+        ValueError: an adapted module is not linear.
+    """
+    config = engine.model_config.lora
+    adapters = engine.adapter_parameters(DEFAULT) if config is not None else {}
+    for expert, parameters in engine.parameters.items():
+        adapter = adapters.get(expert, {})
+        for name, parameter in parameters.items():
+            if lora.lora_name(name) is not None:
+                continue
+            weight = sharding.whole(parameter.detach())
+            module, adapted, leaf = name.rpartition(".base_layer.")
+            if adapted and leaf == "weight" and config is not None:
+                down = sharding.whole(adapter[f"{module}.lora_A.weight"].detach())
+                up = sharding.whole(adapter[f"{module}.lora_B.weight"].detach())
+                weight = _merge(name, weight, up, down, config.alpha / config.rank)
+            yield f"{expert}.{module}.{leaf}" if adapted else f"{expert}.{name}", weight
+
+
+def _merge(name: str, weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
+    if weight.ndim != 2:
+        msg = f"{name}: only adapters of linear modules are merged, this weight is {weight.ndim}-D"
+        raise ValueError(msg)
+    with torch.no_grad():
+        return (weight.to(up.dtype) + scale * (up @ down)).to(weight.dtype)

@@ -1,0 +1,256 @@
+"""Named LoRA adapters beside frozen weights: injected by PEFT, started from a seed of their own.
+
+Whoever looks in from outside finds every parameter's requires_grad as it was: PEFT's own switches
+(which adapter is active, whether any is) leave frozen adapters trainable, so the map is recorded and
+put back around each of them, also by an exception. LoRA: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from omni_core.model import Denoiser
+from omni_core.options import DiffusionModelConfig, LoRAConfig
+from omni_core.seeds import derive_seed
+from omni_engine_fsdp import sharding
+
+DEFAULT = "default"
+"""The adapter that is trained; every other one is frozen."""
+
+
+def check_targets(expert: nn.Module, targets: Sequence[str], *, name: str) -> None:
+    """Check that every target pattern matches a module that LoRA can adapt.
+
+    Args:
+        expert: Before adapters are injected.
+        targets: Suffixes of module names, whole dotted parts.
+        name: The expert's, for the message.
+
+    Raises:
+        ValueError: a pattern matches nothing; names it, and how many modules each matched.
+    """
+    modules = [key for key, m in expert.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    counts = {
+        target: sum(key == target or key.endswith(f".{target}") for key in modules)
+        for target in targets
+    }
+    missing = [target for target, count in counts.items() if not count]
+    if not targets or missing:
+        matched = ", ".join(f"{target!r} matched {count}" for target, count in counts.items())
+        wrong = ", ".join(repr(target) for target in missing) or "an empty list"
+        msg = (
+            f"model.lora.targets: {wrong} matches no linear module of expert {name!r} "
+            f"({len(modules)} there; {matched or 'no pattern'})"
+        )
+        raise ValueError(msg)
+
+
+def peft_config(config: LoRAConfig, targets: Sequence[str]) -> LoraConfig:
+    """Say in PEFT's words what is injected; an export carries it too."""
+    return LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type] # PEFT multiplies by alpha / r
+        target_modules=list(targets),
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+    )
+
+
+def inject(
+    expert: nn.Module,
+    config: LoRAConfig,
+    targets: Sequence[str],
+    *,
+    adapter: str,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Add an adapter to the matching modules of an expert, and start its weights.
+
+    Args:
+        expert: Changed in place.
+        config: Rank, alpha, start.
+        targets: Checked by `check_targets`.
+        adapter: Its name.
+        seed: The weights follow from it and from the modules' names alone: the same on every rank.
+        dtype: Of the adapter's weights, whatever the base's is.
+    """
+    with torch.random.fork_rng(devices=[]):  # PEFT draws weights of its own first
+        inject_adapter_in_model(peft_config(config, targets), expert, adapter)
+    for name, layer in layers_of(expert).items():
+        down, up = _factors(layer, adapter)
+        generator = torch.Generator().manual_seed(derive_seed("lora", seed, name))
+        start = torch.empty(down.shape, dtype=torch.float32)
+        if config.init == "gaussian":
+            nn.init.normal_(start, std=1 / config.rank, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+        down.data = start.to(device=down.device, dtype=dtype)
+        up.data = torch.zeros_like(up, dtype=dtype)
+
+
+def _factors(layer: LoraLayer, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B of a layer, whose product is added to its weight."""
+    modules: tuple[Any, Any] = (layer.lora_A[adapter], layer.lora_B[adapter])
+    return modules[0].weight, modules[1].weight
+
+
+def layers_of(expert: nn.Module) -> dict[str, LoraLayer]:
+    """Return the adapted modules of an expert by name."""
+    return {name: m for name, m in expert.named_modules() if isinstance(m, LoraLayer)}
+
+
+def lora_name(name: str) -> tuple[str, str] | None:
+    """Split a parameter's name into its adapter and the name without it; None for other weights.
+
+    `block.to_q.lora_A.old.weight` -> (`old`, `block.to_q.lora_A.weight`).
+    """
+    module, found, rest = name.partition(".lora_")
+    if not found:
+        return None
+    kind, adapter, leaf = rest.split(".", 2)
+    return adapter, f"{module}.lora_{kind}.{leaf}"
+
+
+@contextmanager
+def switched(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], None]) -> Iterator[None]:
+    """Hold PEFT's switches in another position, every requires_grad left as it is."""
+    before = [(list(layer.active_adapters), layer.disable_adapters) for layer in layers]
+    try:
+        _keeping_grad(layers, switch)
+        yield
+    finally:
+        former = iter(before)
+
+        def back(layer: LoraLayer) -> None:
+            active, disabled = next(former)
+            layer.set_adapter(active)
+            layer.enable_adapters(not disabled)
+
+        _keeping_grad(layers, back)
+
+
+def _keeping_grad(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], None]) -> None:
+    modules = [cast(nn.Module, layer) for layer in layers]
+    wanted = [(p, p.requires_grad) for module in modules for p in module.parameters()]
+    for layer in layers:
+        switch(layer)
+    for parameter, value in wanted:
+        parameter.requires_grad_(value)
+
+
+class LoRAAdapterMixin:
+    """Named policy adapters (`default`, `old`, ...) on every expert of an engine's denoiser."""
+
+    model_config: DiffusionModelConfig
+    denoiser: Denoiser
+    parameters: Mapping[str, Mapping[str, nn.Parameter]]
+    """Expert -> name -> sharded parameter."""
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that exist; the first is trained. Empty without LoRA."""
+        names: dict[str, None] = {}
+        for layer in self._layers():
+            names.update(dict.fromkeys(layer.lora_A))
+        return tuple(names)
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Make *target* equal to *source*.
+
+        Raises:
+            ValueError: no such adapter; lists those that exist.
+        """
+        for old, new in self._pairs(source, target):
+            new.copy_(old)
+
+    def ema_update_adapter(self, source: str, target: str, decay: float) -> None:
+        """target <- decay * target + (1 - decay) * source.
+
+        Raises:
+            ValueError: no such adapter, or a decay outside [0, 1].
+        """
+        if not 0.0 <= decay <= 1.0:
+            msg = f"decay must be within [0, 1], got {decay}"
+            raise ValueError(msg)
+        for new, average in self._pairs(source, target):
+            average.mul_(decay).add_(new, alpha=1.0 - decay)
+
+    @contextmanager
+    def use_adapter(self, name: str) -> Iterator[None]:
+        """Predict with another adapter.
+
+        Raises:
+            ValueError: no such adapter. Without LoRA, `default` names the trained weights themselves.
+        """
+        layers = self._layers()
+        if not layers and name == DEFAULT:
+            yield
+            return
+        self._require_adapter(name)
+        if all(list(layer.active_adapters) == [name] for layer in layers):
+            yield
+            return
+        with switched(layers, lambda layer: layer.set_adapter(name)):
+            yield
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Predict with the base model; every requires_grad is as before, also after an exception.
+
+        Raises:
+            ValueError: there is no adapter: every weight is trained, and no base is kept.
+        """
+        layers = self._layers()
+        if not layers:
+            msg = "there is no adapter to disable: model.lora is null, so no base model is kept"
+            raise ValueError(msg)
+        with switched(layers, lambda layer: layer.enable_adapters(False)):
+            yield
+
+    def _layers(self) -> list[LoraLayer]:
+        return [
+            layer
+            for expert in self.denoiser.experts.values()
+            for layer in layers_of(expert).values()
+        ]
+
+    def _require_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            msg = f"no adapter named {name!r}; there are: {known}"
+            raise ValueError(msg)
+
+    def adapter_parameters(self, adapter: str) -> dict[str, dict[str, nn.Parameter]]:
+        """Return an adapter's sharded parameters: expert -> name without the adapter's -> parameter.
+
+        Raises:
+            ValueError: no such adapter.
+        """
+        self._require_adapter(adapter)
+        found: dict[str, dict[str, nn.Parameter]] = {}
+        for expert, parameters in self.parameters.items():
+            split = ((lora_name(name), parameter) for name, parameter in parameters.items())
+            found[expert] = {
+                said[1]: parameter for said, parameter in split if said and said[0] == adapter
+            }
+        return found
+
+    def _pairs(self, source: str, target: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's parts of every tensor of two adapters, to be written to."""
+        sources, targets = self.adapter_parameters(source), self.adapter_parameters(target)
+        for expert, module in self.denoiser.experts.items():
+            sharding.reshard(module)
+            for name, parameter in sources[expert].items():
+                target_parameter = targets[expert][name]
+                yield (
+                    sharding.local(parameter.detach()),
+                    sharding.local(target_parameter.detach()),
+                )

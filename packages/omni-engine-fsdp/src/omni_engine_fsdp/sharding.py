@@ -1,0 +1,122 @@
+"""`fully_shard` at every world size, one included, over one data-parallel mesh axis `dp`.
+
+With a frozen base that is replicated, FSDP manages (gathers, reduces) the adapter alone: the base
+stays a plain tensor on every rank, and nothing of it is ever copied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from omni_core.device import collective_backend, total_memory
+from omni_engine_fsdp.options import FSDPEngineConfig, ShardBase
+
+
+def local_rank() -> int:
+    """Return this process's place among those of its machine, as launchers tell it (0 if none did)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Make a process group of this process alone where there is none (no port is opened).
+
+    Raises:
+        RuntimeError: a launcher started several processes, and torch.distributed was not initialised:
+            each would train a model of its own.
+    """
+    if dist.is_initialized():
+        return
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1:
+        msg = (
+            f"this is one of {launched} processes (WORLD_SIZE) and torch.distributed is not "
+            "initialised: call torch.distributed.init_process_group before engine.initialize"
+        )
+        raise RuntimeError(msg)
+    store = dist.HashStore()  # type: ignore[attr-defined] # absent from the stub's exports
+    dist.init_process_group(collective_backend(device), store=store, rank=0, world_size=1)
+
+
+def data_parallel_mesh(device: torch.device) -> DeviceMesh:
+    """Return the mesh of all ranks, with the one axis `dp`."""
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def nbytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of some tensors."""
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def replicates_base(
+    config: FSDPEngineConfig, frozen_bytes: int, *, device: torch.device, ranks: int
+) -> bool:
+    """Decide whether frozen weights are kept whole on every rank."""
+    if config.shard_base is not ShardBase.AUTO:
+        return config.shard_base is ShardBase.REPLICATE
+    return ranks == 1 or frozen_bytes <= config.base_memory_share * total_memory(device)
+
+
+def shard(
+    expert: nn.Module,
+    units: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    replicate_base: bool,
+    reshard_after_forward: bool,
+) -> None:
+    """Shard an expert in place: each unit, then what is left in the root.
+
+    Args:
+        expert: On the mesh's device; what is frozen now stays frozen.
+        units: Its blocks.
+        mesh: One axis.
+        policy: See `precision.mixed_precision`.
+        replicate_base: Leave frozen parameters alone.
+        reshard_after_forward: Free gathered parameters after a unit's forward.
+    """
+    frozen = {p for p in expert.parameters() if not p.requires_grad}
+    for module in (*units, expert):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=frozen if replicate_base else None,
+        )
+
+
+def units_of(expert: nn.Module) -> list[FSDPModule]:
+    """Return every FSDP unit of a sharded expert, the root first."""
+    return [module for module in expert.modules() if isinstance(module, FSDPModule)]
+
+
+def sync_gradients(expert: nn.Module, last: bool) -> None:
+    """Reduce gradients over ranks (and free gathered weights) in the next backward only if *last*."""
+    assert isinstance(expert, FSDPModule)
+    expert.set_requires_gradient_sync(last)
+    expert.set_reshard_after_backward(last)
+
+
+def reshard(expert: nn.Module) -> None:
+    """Free gathered parameters: what is registered on the modules are then the sharded ones."""
+    for unit in units_of(expert):
+        unit.reshard()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor; a collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
