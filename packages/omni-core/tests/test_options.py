@@ -23,7 +23,9 @@ def test_the_rate_is_constant_after_warm_up() -> None:
 
 def test_linear_and_cosine_reach_zero_at_the_last_step_and_stay_there() -> None:
     linear = OptimizerConfig(lr=1.0, schedule=LRSchedule.LINEAR, warmup_steps=2, total_steps=6)
-    assert [linear.rate(s) for s in range(9)] == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0])
+    assert [linear.rate(s) for s in range(9)] == pytest.approx(
+        [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0, 0]
+    )
     cosine = OptimizerConfig(lr=1.0, schedule=LRSchedule.COSINE, total_steps=4)
     expected = [(1 + math.cos(math.pi * s / 4)) / 2 for s in range(5)]
     assert [cosine.rate(s) for s in range(5)] == pytest.approx(expected)
