@@ -1,0 +1,339 @@
+"""Engine-side rollout, placement `shared`: it samples with the trained module itself.
+
+There is no second copy of the policy and nothing to push. It works while it is polled: each poll
+runs one sampling batch, which is a collective where there are several ranks, so all ranks submit,
+poll, pause and cancel at the same points (with other requests, or none). Letters: B rows, T steps,
+W trained steps, G prompts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+import torch
+
+from omni_core.choices import StepKind
+from omni_core.model import Codec, Conditioner, Guidance
+from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.rollout import (
+    BaseRollout,
+    RolloutHandle,
+    RolloutState,
+    RolloutStateError,
+    UpdateReport,
+    WeightUpdate,
+)
+from omni_core.schedule import FlowMatchSchedule
+from omni_core.trajectory import Conditioning, RolloutRequest, SamplingSpec, Trajectory
+from omni_engine_fsdp import batches, call_plan
+from omni_engine_fsdp.batches import Batch, Likeness
+from omni_engine_fsdp.collector import Collector, Facts
+from omni_engine_fsdp.options import EngineRolloutConfig, RolloutPlacement
+from omni_engine_fsdp.precision import compute_dtype
+from omni_engine_fsdp.request_check import check_requests, pipeline_of
+from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Encoded:
+    """The prompts of one submit that share a sampling spec, each encoded once."""
+
+    conditioning: Conditioning
+    """[G, ...] on the engine's device."""
+    places: Mapping[str, int]
+    """Prompt -> its row."""
+
+    def of(self, prompts: Sequence[str]) -> Conditioning:
+        """One row for each prompt, in new tensors."""
+        return self.conditioning.select(torch.tensor([self.places[prompt] for prompt in prompts]))
+
+
+@attrs.define(eq=False)
+class _Job:
+    """What was submitted together, and how far it is."""
+
+    requests: Sequence[RolloutRequest]
+    decode: bool
+    queue: deque[Batch] | None = None
+    """None until the ranks have agreed on the batches."""
+    encoded: dict[Likeness, _Encoded] = attrs.field(factory=dict)
+    collector: Collector = attrs.field(init=False)
+    version: int | None = None
+    """Weight version of what was sampled so far."""
+
+    def __attrs_post_init__(self) -> None:
+        self.collector = Collector(self.requests, self._conditioning_of)
+
+    def _conditioning_of(self, request: RolloutRequest) -> Conditioning:
+        encoded = self.encoded[Likeness(request.sampling, request.adapter)]
+        return encoded.of([request.prompt]).to("cpu")
+
+
+class EngineRollout(BaseRollout):
+    """Samples with an engine's own denoiser; built as `EngineRollout(options, engine=engine)`.
+
+    Conditioner and codec are read when first needed and stay on the engine's device.
+    """
+
+    def __init__(self, options: EngineRolloutConfig, *, engine: Any) -> None:
+        if options.placement is not RolloutPlacement.SHARED:
+            raise ValueError(
+                f"rollout.placement: {options.placement.value} is not built yet; "
+                f"take {RolloutPlacement.SHARED.value}"
+            )
+        self.options = options
+        self.engine = engine
+        self._state = RolloutState.READY
+        self._jobs: dict[int, _Job] = {}
+        self._submits = 0
+        self._batches = 0
+
+    # -- what it samples with ---------------------------------------------------------------------
+
+    @cached_property
+    def conditioner(self) -> Conditioner:
+        """Of the engine's family, in the model's dtype."""
+        loaded: Conditioner = self.engine.family.load_conditioner(self._dtype)
+        loaded.to(self.engine.device)
+        return loaded
+
+    @cached_property
+    def codec(self) -> Codec:
+        """Of the engine's family, in the model's dtype."""
+        loaded: Codec = self.engine.family.load_codec(self._dtype)
+        loaded.to(self.engine.device)
+        return loaded
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return compute_dtype(self.engine.model_config.dtype)
+
+    def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
+        """Return the schedule that a sampling config asks of the engine's family."""
+        found: FlowMatchSchedule = self.engine.family.schedule(sampling)
+        return found
+
+    def latent_shapes(
+        self, pipeline: DiffusionPipelineConfig | None = None
+    ) -> dict[str, tuple[int, ...]]:
+        """Modality -> shape of one sample's latents; None takes the model's own pipeline config."""
+        return self.codec.latent_shapes(pipeline or self.engine.model_config.pipeline)
+
+    def encode(
+        self, prompts: Sequence[str], *, negative_prompt: str = "", guidance: Guidance
+    ) -> Conditioning:
+        """Encode G prompts, at most a batch at a time: [G, ...] on the engine's device."""
+        size = self.options.batch_size
+        parts = [
+            self.conditioner.encode(
+                prompts[start : start + size], negative_prompt=negative_prompt, guidance=guidance
+            )
+            for start in range(0, len(prompts), size)
+        ]
+        return type(parts[0]).concat(parts)
+
+    # -- the rollout's form -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> RolloutState:
+        """READY or PAUSED: its weights are never stale."""
+        return self._state
+
+    @property
+    def weight_version(self) -> int:
+        """The engine's: optimizer steps taken."""
+        version: int = self.engine.weight_version
+        return version
+
+    def submit(self, requests: Sequence[RolloutRequest], *, decode: bool = True) -> RolloutHandle:
+        """Queue requests; with several ranks, all submit at the same point, with none if need be.
+
+        Raises:
+            RolloutStateError: a request asks for another weight version than the present one.
+            ValueError: a request that it cannot serve; names the group and what would fit.
+        """
+        check_requests(requests, engine=self.engine, latent_shapes=self.latent_shapes)
+        handle = RolloutHandle(self._submits, len(requests))
+        self._submits += 1
+        if requests or self._group is not None:
+            self._jobs[handle.id] = _Job(tuple(requests), decode)
+        return handle
+
+    def poll(self, handle: RolloutHandle) -> list[Trajectory]:
+        """Run the next batch of *handle* (none while paused) and return what it completed.
+
+        Raises:
+            KeyError: the handle is unknown, cancelled or drained.
+            CallPlanError: ranks were about to sample differently.
+            RolloutStateError: the weights changed while it was being sampled.
+        """
+        job = self._job(handle)
+        if self._state is RolloutState.PAUSED:
+            return []
+        if job.queue is None:
+            job.queue = self._plan(job)
+        finished = self._run(job, job.queue[0]) if job.queue else []
+        if job.queue:
+            job.queue.popleft()
+        if not job.queue:
+            del self._jobs[handle.id]
+        return finished
+
+    def done(self, handle: RolloutHandle) -> bool:
+        """Whether nothing of *handle* is left to poll (dummy batches included).
+
+        Raises:
+            KeyError: it was never submitted here.
+        """
+        if not 0 <= handle.id < self._submits:
+            raise KeyError(f"handle {handle.id} was never submitted to this rollout")
+        return handle.id not in self._jobs
+
+    def cancel(self, handle: RolloutHandle) -> None:
+        """Drop what was not sampled; with several ranks, all cancel at the same point.
+
+        Raises:
+            KeyError: the handle is unknown, cancelled or drained.
+        """
+        self._job(handle)
+        del self._jobs[handle.id]
+
+    def pause(self) -> None:
+        """Stop sampling: nothing runs outside of `poll`, so this returns at once."""
+        self._state = RolloutState.PAUSED
+
+    def update(self, update: WeightUpdate) -> UpdateReport:
+        """Refuse: the engine's weights are the rollout's own.
+
+        Raises:
+            RolloutStateError: always.
+        """
+        raise RolloutStateError(
+            f"rollout.placement is {RolloutPlacement.SHARED.value}: it samples with the trained "
+            f"module itself (weight version {self.weight_version}), so there is nothing to push "
+            f"(version {update.version} was offered); train the engine instead"
+        )
+
+    def resume(self) -> None:
+        """Sample again."""
+        self._state = RolloutState.READY
+
+    def close(self) -> None:
+        """Forget every request, and free conditioner and codec."""
+        self._jobs.clear()
+        for name in ("conditioner", "codec"):
+            self.__dict__.pop(name, None)
+
+    # -- sampling ---------------------------------------------------------------------------------
+
+    @property
+    def _group(self) -> Any | None:
+        return self.engine.get_data_parallel_group()
+
+    def _job(self, handle: RolloutHandle) -> _Job:
+        if handle.id not in self._jobs:
+            raise KeyError(f"handle {handle.id} is unknown, cancelled or drained")
+        return self._jobs[handle.id]
+
+    def _plan(self, job: _Job) -> deque[Batch]:
+        """Deal rows into batches, agree on them with the other ranks, and encode every prompt once."""
+        group = self._group
+        queue = deque(batches.deal(job.requests, batch_size=self.options.batch_size, group=group))
+        if group is not None:
+            calls = [call for batch in queue for call in self._calls(batch)]
+            call_plan.agree(call_plan.CallPlan(phase="sample", calls=tuple(calls)), group)
+        prompts: dict[Likeness, dict[str, int]] = {}
+        for batch in queue:
+            known = prompts.setdefault(batch.likeness, {})
+            for row in batch.padded():
+                known.setdefault(row.sample.prompt, len(known))
+        for likeness, places in prompts.items():
+            conditioning = self.encode(
+                list(places),
+                negative_prompt=likeness.sampling.negative_prompt,
+                guidance=Guidance(scale=likeness.sampling.guidance_scale),
+            )
+            job.encoded[likeness] = _Encoded(conditioning=conditioning, places=places)
+        return queue
+
+    def _calls(self, batch: Batch) -> list[call_plan.Call]:
+        rule = rule_of(batch.likeness.sampling)
+        shapes = self.latent_shapes(pipeline_of(batch.likeness.sampling))
+        return batches.calls(
+            [
+                self.engine.denoiser.route(step, rule.schedule)
+                for step in range(rule.schedule.num_steps)
+            ],
+            batch.size * rule.guidance.branches,
+            [side for shape in shapes.values() for side in shape],
+        )
+
+    def _run(self, job: _Job, batch: Batch) -> list[Trajectory]:
+        """Denoise one batch; return the trajectories of the requests that it completed."""
+        version = self.weight_version
+        if job.version not in (None, version):
+            raise RolloutStateError(
+                f"weights went from version {job.version} to {version} while requests were being "
+                "sampled; poll every request before an optimizer step, or cancel"
+            )
+        job.version = version
+        size, rule = pipeline_of(batch.likeness.sampling), rule_of(batch.likeness.sampling)
+        sampled = self._sample(batch, job.encoded[batch.likeness], rule, size)
+        media = None
+        if job.decode and batch.rows:
+            final = {name: value[: len(batch.rows), -1] for name, value in sampled.latents.items()}
+            media = self.codec.decode(final)
+        facts = Facts(
+            effective=self._effective(batch, rule, size),
+            weight_version=version,
+            name=f"{self.engine.get_data_parallel_rank()}/{version}/{self._batches}",
+        )
+        self._batches += 1
+        return job.collector.add(batch, sampled, media, facts)
+
+    def _sample(
+        self, batch: Batch, encoded: _Encoded, rule: SamplingRule, size: DiffusionPipelineConfig
+    ) -> SampledBatch:
+        rows = batch.padded()
+        with self.engine.eval_mode(), self.engine.use_adapter(batch.likeness.adapter):
+            return sample(
+                self.engine.denoiser,
+                SamplingBatch(
+                    seeds=[row.sample.seed for row in rows],
+                    windows=[row.window for row in rows],
+                    conditioning=encoded.of([row.sample.prompt for row in rows]),
+                ),
+                rule,
+                shapes=self.latent_shapes(size),
+                device=self.engine.device,
+            )
+
+    def _effective(
+        self, batch: Batch, rule: SamplingRule, size: DiffusionPipelineConfig
+    ) -> SamplingSpec:
+        """Say what was used, from what was used: the requests are not asked again."""
+        return SamplingSpec(
+            sigmas=rule.schedule.values(),
+            guidance_scale=rule.guidance.scale,
+            height=size.height,
+            width=size.width,
+            max_sequence_length=self.engine.model_config.pipeline.max_sequence_length,
+            num_frames=size.num_frames,
+            negative_prompt=batch.likeness.sampling.negative_prompt,
+            kind=rule.kind,
+            noise_level=rule.noise_level,
+        )
+
+
+def rule_of(spec: SamplingSpec) -> SamplingRule:
+    """Return how a spec's rows are denoised."""
+    return SamplingRule(
+        schedule=spec.schedule(),
+        guidance=Guidance(scale=spec.guidance_scale),
+        kind=StepKind.parse(spec.kind),
+        noise_level=spec.noise_level,
+    )
