@@ -27,6 +27,7 @@ from omni_core.options import (
     DiffusionRolloutConfig,
     DiffusionSamplingConfig,
     EngineConfig,
+    OnRewardError,
     OptimizerConfig,
     RewardConfig,
     RunFacts,
@@ -181,6 +182,12 @@ class RunConfig:
         """The algorithm's options as what every algorithm declares."""
         options: AlgorithmConfig = self.algorithm.options
         return options
+
+    @property
+    def reward_on_error(self) -> OnRewardError:
+        """What happens to a sample that has no score."""
+        options: RewardConfig | None = None if self.reward is None else self.reward.options
+        return OnRewardError.RAISE if options is None else options.on_error
 
     def actor(self) -> DiffusionActorConfig:
         """Everything that the trained policy needs, with what other sections decide filled in."""

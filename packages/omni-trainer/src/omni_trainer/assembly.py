@@ -1,0 +1,209 @@
+"""The parts of a run, put together from its config: ranks, scorers, prompts, trackers, the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import attrs
+import structlog
+
+from omni_core import resources
+from omni_core.reward import RewardFunction
+from omni_core.trajectory import SamplingSpec
+from omni_trainer.checkpoints import Checkpoint
+from omni_trainer.config import Backend, RunConfig, engine_name
+from omni_trainer.data import PromptRow, PromptSampler, load_prompts
+from omni_trainer.evaluation import Evaluator
+from omni_trainer.group import LocalGroup, WorkerGroup
+from omni_trainer.loop import Trainer
+from omni_trainer.observer import Observer, positions_of
+from omni_trainer.reporting.progress import Progress
+from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
+from omni_trainer.rollout_plan import sampling_spec
+from omni_trainer.run_directory import RunDirectory
+from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
+from omni_trainer.workers.process import Place
+from omni_trainer.workers.reward import RewardWorker, build_reward
+
+log = structlog.get_logger()
+
+
+@attrs.frozen(kw_only=True)
+class Prompts:
+    """The rows of a run's files."""
+
+    train: tuple[PromptRow, ...]
+    heldout: tuple[PromptRow, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Parts:
+    """A started run."""
+
+    trainer: Trainer
+    evaluator: Evaluator | None
+    group: WorkerGroup
+    observer: Observer
+
+
+@contextmanager
+def started(
+    config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
+) -> Iterator[Parts]:
+    """Start workers, scorers and trackers of a run, and end them."""
+    with ExitStack() as stack:
+        group, pool = make_workers(config)
+        stack.callback(group.shutdown)
+        stack.callback(pool.close)
+        group.start()
+        pool.start()
+        facts = group.broadcast("init_model")
+        evaluator = make_evaluator(config, prompts, group, pool)
+        done = 0 if checkpoint is None else checkpoint.step
+        progress = stack.enter_context(Progress(config.trainer.steps, done=done))
+        observer = Observer(config, run, progress)
+        stack.callback(observer.close)
+        trainer = Trainer(
+            config,
+            group=group,
+            pool=pool,
+            prompts=make_sampler(config, prompts),
+            sampling=rollout_sampling(config, group),
+            evaluator=evaluator,
+            checkpoints=run.checkpoints(config.checkpoint.keep),
+            observer=observer,
+            weight_version=facts[0].weight_version,
+        )
+        if checkpoint is not None:
+            trainer.load(checkpoint)
+        observer.open(None if checkpoint is None else positions_of(checkpoint.state()))
+        yield Parts(trainer=trainer, evaluator=evaluator, group=group, observer=observer)
+
+
+def read_prompts(config: RunConfig) -> Prompts:
+    """Read the run's prompt files, with the reward's targets."""
+    reward: RewardFunction | None = None
+    if config.reward is not None:
+        reward = build_reward(config.reward.name, config.reward.options)
+    data = config.data
+
+    def rows(path: str) -> tuple[PromptRow, ...]:
+        found = load_prompts(
+            resources.resolve(path),
+            reward=reward,
+            on_bad_row=data.on_bad_row,
+            prompt_column=data.prompt_column,
+            id_column=data.id_column,
+        )
+        for message in found.skipped:
+            log.warning("data.row_skipped", row=message)
+        return found.rows
+
+    return Prompts(
+        train=rows(data.train), heldout=() if data.heldout is None else rows(data.heldout)
+    )
+
+
+def make_sampler(config: RunConfig, prompts: Prompts) -> PromptSampler:
+    """Make what deals the training prompts."""
+    sampler = PromptSampler(
+        prompts.train,
+        batch_size=config.data.prompts_per_step,
+        seed=config.seeds.data,
+        tail=config.data.tail,
+        shuffle=config.data.shuffle,
+    )
+    log.info(
+        "data.train",
+        rows=len(prompts.train),
+        steps_per_epoch=sampler.steps_per_epoch,
+        tail=config.data.tail.value,
+    )
+    return sampler
+
+
+def make_evaluator(
+    config: RunConfig, prompts: Prompts, group: WorkerGroup, pool: RewardPool
+) -> Evaluator | None:
+    """Make what scores the held-out prompts; None where there are none."""
+    if not prompts.heldout or config.reward is None:
+        return None
+    evaluation = config.evaluation
+    sigmas = group.broadcast("schedule", evaluation.sampling)[0]
+    sampling = sampling_spec(
+        evaluation.sampling,
+        config.model.pipeline,
+        sigmas=sigmas,
+        kind=evaluation.kind,
+        noise_level=evaluation.noise_level,
+    )
+    return Evaluator(
+        evaluation,
+        prompts.heldout,
+        sampling=sampling,
+        seed=config.seeds.rollout,
+        on_error=config.reward_on_error,
+        group=group,
+        pool=pool,
+    )
+
+
+def rollout_sampling(config: RunConfig, group: WorkerGroup) -> SamplingSpec:
+    """Ask the ranks for the schedule, and put together how training samples are drawn."""
+    sampling = config.rollout.options.sampling
+    algo = config.algorithm_options.rollout_algo()
+    return sampling_spec(
+        sampling,
+        config.model.pipeline,
+        sigmas=group.broadcast("schedule", sampling)[0],
+        kind=algo.kind,
+        noise_level=algo.noise_level,
+    )
+
+
+def worker_config(config: RunConfig) -> ActorRolloutRefConfig:
+    """Put together what a rank is built from."""
+    full = engine_name(config.algorithm_options, config.engine)
+    return ActorRolloutRefConfig(
+        actor=config.actor(),
+        backend=full.partition(".")[2],
+        rollout=config.rollout.name,
+        rollout_options=config.rollout.options,
+        device=config.trainer.device,
+    )
+
+
+def make_workers(config: RunConfig) -> tuple[WorkerGroup, RewardPool]:
+    """Make ranks and scorers where the config puts them; none is started."""
+    if config.trainer.backend is Backend.RAY:
+        from omni_trainer.rpc import ray_workers
+
+        return ray_workers(config, worker_config(config))
+    place = Place(threads=config.trainer.threads)
+    group = LocalGroup(lambda: ActorRolloutRefWorker(worker_config(config), place=place))
+    if config.reward is None:
+        return group, NoRewards()
+    name, options = config.reward.name, config.reward.options
+    pool = LocalRewardPool(
+        lambda: RewardWorker(name, options),
+        workers=options.workers,
+        overlap=config.trainer.overlap_rewards,
+    )
+    return group, pool
+
+
+@contextmanager
+def loaded(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[WorkerGroup, RewardPool]]:
+    """Start the workers of a run with the weights of a checkpoint."""
+    with ExitStack() as stack:
+        group, pool = make_workers(config)
+        stack.callback(group.shutdown)
+        stack.callback(pool.close)
+        group.start()
+        pool.start()
+        group.broadcast("init_model")
+        workers = checkpoint.state()["workers"]
+        states = workers if len(workers) == group.size else [workers[0]] * group.size
+        group.scatter("load_checkpoint", [(checkpoint.directory, own) for own in states])
+        yield group, pool

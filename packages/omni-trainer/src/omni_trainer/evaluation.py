@@ -1,0 +1,225 @@
+"""Held-out prompts, scored with a sampler and seeds of their own: the same noise at every step.
+
+Each prompt counts once, whatever the number of ranks: a score is the mean of a prompt's samples, and
+the result the mean over prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from omni_core.options import OnRewardError
+from omni_core.reward import RewardResult
+from omni_core.trajectory import SamplingSpec
+from omni_trainer.canary import check_echo
+from omni_trainer.config import EvaluationConfig
+from omni_trainer.data import PromptBatch, PromptRow
+from omni_trainer.group import WorkerGroup
+from omni_trainer.reward_pool import RewardPool
+from omni_trainer.rollout_plan import plan_rollout
+from omni_trainer.run_directory import write_json
+from omni_trainer.samples import Samples, detail_means, require_scores, sample_and_score
+
+Pictures = NDArray[np.uint8]
+"""[N, H, W, 3], RGB."""
+
+PURPOSE = "validation"
+
+
+@attrs.frozen(kw_only=True)
+class PromptScores:
+    """One held-out prompt."""
+
+    row_id: str
+    prompt: str
+    target: str | None
+    rewards: tuple[float, ...]
+    """Of the samples that were scored."""
+    unscored: int
+    details: Mapping[str, float]
+    """Means over the scored samples."""
+
+    @property
+    def mean(self) -> float:
+        """Mean reward; NaN without a scored sample."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+
+
+@attrs.frozen(kw_only=True)
+class Evaluation:
+    """All held-out prompts at one step."""
+
+    step: int
+    prompts: tuple[PromptScores, ...]
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the prompts that have a score, under their names in metrics.jsonl."""
+        scored = [prompt for prompt in self.prompts if prompt.rewards]
+        found: dict[str, float] = {}
+        if scored:
+            found["heldout/reward_mean"] = sum(p.mean for p in scored) / len(scored)
+            for name in scored[0].details:
+                values = [p.details[name] for p in scored if name in p.details]
+                found[f"heldout/{name}"] = sum(values) / len(values)
+        found["heldout/prompts"] = float(len(scored))
+        found["heldout/unscored"] = float(sum(prompt.unscored for prompt in self.prompts))
+        return found
+
+    @property
+    def mean(self) -> float:
+        """Mean reward over prompts; NaN if nothing was scored."""
+        return self.metrics().get("heldout/reward_mean", math.nan)
+
+
+class Evaluator:
+    """Samples and scores the held-out prompts of a run."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        rows: Sequence[PromptRow],
+        *,
+        sampling: SamplingSpec,
+        seed: int,
+        on_error: OnRewardError,
+        group: WorkerGroup,
+        pool: RewardPool,
+    ) -> None:
+        self.config = config
+        self.rows = tuple(rows[: config.max_prompts])
+        self.sampling = sampling
+        self.seed = seed
+        self.on_error = on_error
+        self.group = group
+        self.pool = pool
+
+    def run(self, step: int, *, weight_version: int | None) -> tuple[Evaluation, Pictures | None]:
+        """Evaluate the policy as it is.
+
+        Returns:
+            The scores, and the first samples of the first prompts: uint8 [N, H, W, 3].
+
+        Raises:
+            CanaryError: samples are not what was asked for.
+            UnscoredError: a sample has no score, and the config says that it must.
+            WorkerError: a worker failed.
+        """
+        started = time.perf_counter()
+        prompts: list[PromptScores] = []
+        shown: list[Any] = []
+        for rows in self._waves():
+            samples = self._sample(rows, weight_version)
+            left = self.config.grid_prompts - len(prompts)
+            if left > 0:
+                shown += self._pictures(samples, left)
+            prompts += _scores(samples)
+            self.group.free([source.ref for source in samples.sources])
+        seconds = time.perf_counter() - started
+        pictures = np.stack(shown) if shown else None
+        return Evaluation(step=step, prompts=tuple(prompts), seconds=seconds), pictures
+
+    def _waves(self) -> Iterator[tuple[PromptRow, ...]]:
+        size = max(self.config.batch_size // self.config.samples_per_prompt, 1)
+        for start in range(0, len(self.rows), size):
+            yield self.rows[start : start + size]
+
+    def _sample(self, rows: tuple[PromptRow, ...], weight_version: int | None) -> Samples:
+        plan = plan_rollout(
+            PromptBatch(rows=rows, epoch=0, occurrences=(0,) * len(rows)),
+            purpose=PURPOSE,
+            step=0,
+            samples_per_prompt=self.config.samples_per_prompt,
+            base_seed=self.seed,
+            sampling=self.sampling,
+            window=lambda seed: (),
+            ranks=self.group.size,
+            weight_version=weight_version,
+        )
+        samples = sample_and_score(self.group, self.pool, plan)
+        check_echo(
+            [source.info for source in samples.sources],
+            asked=self.sampling,
+            seeds=plan.seeds,
+            adapter="default",
+            weight_version=weight_version,
+        )
+        if self.on_error is OnRewardError.RAISE:
+            require_scores(samples)
+        return samples
+
+    def _pictures(self, samples: Samples, count: int) -> list[Pictures]:
+        places = [samples.places[r.group_id, 0] for r in samples.plan.requests[:count]]
+        return pick_pictures(self.group, samples, places)
+
+
+def pick_pictures(
+    group: WorkerGroup, samples: Samples, places: Sequence[tuple[int, int]]
+) -> list[Pictures]:
+    """Bring single pictures to the driver: (source, row) -> uint8 [H, W, 3] each."""
+    refs = [samples.sources[source].ref for source, _ in places]
+    picked = group.call(0, "pick_images", [row for _, row in places], refs=refs)
+    return list(picked.numpy())
+
+
+def _scores(samples: Samples) -> list[PromptScores]:
+    found = []
+    for request, row in zip(samples.plan.requests, samples.plan.rows, strict=True):
+        results = [
+            samples.results[request.group_id, sample.k]
+            for sample in request.samples
+            if (request.group_id, sample.k) in samples.results
+        ]
+        found.append(_prompt_scores(row, results))
+    return found
+
+
+def _prompt_scores(row: PromptRow, results: Sequence[RewardResult]) -> PromptScores:
+    scored = [result for result in results if result.ok]
+    return PromptScores(
+        row_id=row.row_id,
+        prompt=row.prompt,
+        target=row.target,
+        rewards=tuple(result.value for result in scored),
+        unscored=len(results) - len(scored),
+        details=detail_means(scored),
+    )
+
+
+# -- files ------------------------------------------------------------------------------------------
+
+
+def evaluation_path(directory: Path, step: int) -> Path:
+    """Where the evaluation of *step* is."""
+    return directory / f"step-{step:06d}.json"
+
+
+def save_evaluation(directory: Path, found: Evaluation, pictures: Pictures | None) -> None:
+    """Write the scores, and the pictures beside them."""
+    path = evaluation_path(directory, found.step)
+    write_json(path, attrs.asdict(found))
+    if pictures is not None:
+        np.save(path.with_suffix(".npy"), pictures, allow_pickle=False)
+
+
+def load_evaluation(directory: Path, step: int) -> tuple[Evaluation, Pictures | None] | None:
+    """Read what `save_evaluation` wrote; None if *step* was not evaluated."""
+    path = evaluation_path(directory, step)
+    if not path.is_file():
+        return None
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    prompts = tuple(
+        PromptScores(**{**prompt, "rewards": tuple(prompt["rewards"])}) for prompt in raw["prompts"]
+    )
+    beside = path.with_suffix(".npy")
+    pictures = np.load(beside, allow_pickle=False) if beside.is_file() else None
+    return Evaluation(step=raw["step"], prompts=prompts, seconds=raw["seconds"]), pictures

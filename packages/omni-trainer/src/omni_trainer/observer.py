@@ -1,0 +1,101 @@
+"""What a run shows while it goes on: trackers, progress, pictures, held-out scores on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+
+from omni_core import config as core
+from omni_core.plugins import TRACKERS, registry
+from omni_core.tracking import Tracker
+from omni_trainer.config import RunConfig
+from omni_trainer.evaluation import Evaluation, Pictures, pick_pictures, save_evaluation
+from omni_trainer.group import WorkerGroup
+from omni_trainer.reporting.grid import write_grid
+from omni_trainer.reporting.progress import Progress
+from omni_trainer.run_directory import RunDirectory
+from omni_trainer.samples import Samples
+
+GRID_COLUMNS = 8
+
+log = structlog.get_logger()
+
+
+class Observer:
+    """Told by the loop what happened; nothing that it does changes the run."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, progress: Progress) -> None:
+        self.config = config
+        self.run = run
+        self.progress = progress
+        self.trackers: dict[str, Tracker] = {}
+
+    def open(self, positions: Mapping[str, int | None] | None) -> None:
+        """Open the trackers: anew, or cut back to where a checkpoint found them."""
+        plain = core.unstructure(self.config)
+        for name in self.config.trainer.trackers:
+            plugin = registry(TRACKERS).get(name)
+            tracker: Tracker = plugin.build(plugin.options())
+            offset = None if positions is None else positions.get(name)
+            tracker.open(self.run.path, plain, offset=offset)
+            self.trackers[name] = tracker
+
+    def positions(self) -> dict[str, int | None]:
+        """Say where the trackers' next entries go."""
+        return {name: tracker.position() for name, tracker in self.trackers.items()}
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand one step's metrics on."""
+        for tracker in self.trackers.values():
+            tracker.log(step, metrics)
+        log.info("step.done", step=step, **metrics)
+        if step:
+            samples = self.config.rows_per_step
+            self.progress.step(step, reward=metrics.get("reward/mean"), samples=samples)
+
+    def samples(self, step: int, samples: Samples, group: WorkerGroup) -> None:
+        """Show one sample of each group, where a grid is due."""
+        every = self.config.trainer.grid_every
+        if not every or step % every:
+            return
+        requests = samples.plan.requests[: GRID_COLUMNS * 4]
+        keys = [(request.group_id, request.samples[0].k) for request in requests]
+        pictures = pick_pictures(group, samples, [samples.places[key] for key in keys])
+        titles = [
+            f"{result.value:.2f}  {request.prompt}" if result is not None else request.prompt
+            for request, result in zip(requests, map(samples.results.get, keys), strict=True)
+        ]
+        self._grid(step, f"train-step-{step:06d}", np.stack(pictures), titles)
+
+    def evaluated(self, found: Evaluation, pictures: Pictures | None) -> None:
+        """Keep held-out scores, and show the first samples."""
+        save_evaluation(self.run.evaluations, found, pictures)
+        numbers = found.metrics()
+        shown = "  ".join(
+            f"{name.removeprefix('heldout/')} {value:.3g}" for name, value in numbers.items()
+        )
+        self.progress.note(f"held-out after {found.step} steps: {shown}")
+        if pictures is not None:
+            titles = [f"{p.mean:.2f}  {p.prompt}" for p in found.prompts[: len(pictures)]]
+            self._grid(found.step, f"heldout-step-{found.step:06d}", pictures, titles)
+
+    def _grid(self, step: int, name: str, pictures: Pictures, titles: Sequence[str]) -> None:
+        self.run.grids.mkdir(exist_ok=True)
+        path = self.run.grids / f"{name}.png"
+        write_grid(path, pictures, columns=GRID_COLUMNS, titles=titles)
+        for tracker in self.trackers.values():
+            tracker.image(step, name.partition("-step")[0], path)
+
+    def close(self) -> None:
+        """Close the trackers."""
+        trackers, self.trackers = self.trackers, {}
+        for tracker in trackers.values():
+            tracker.close()
+
+
+def positions_of(state: Mapping[str, Any]) -> dict[str, int | None]:
+    """Take the trackers' positions out of a checkpoint's state."""
+    return dict(state["trackers"])

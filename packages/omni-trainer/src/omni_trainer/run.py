@@ -1,0 +1,132 @@
+"""The three things that are done with a run: train it (or go on), evaluate it, export it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import attrs
+import structlog
+
+from omni_core import config as core
+from omni_trainer.assembly import Prompts, loaded, make_evaluator, read_prompts, started
+from omni_trainer.checkpoints import Checkpoint
+from omni_trainer.config import ResumeMode, RunConfig
+from omni_trainer.evaluation import Evaluation
+from omni_trainer.group import WorkerError, WorkerGroup
+from omni_trainer.run_directory import RunDirectory, write_json
+from omni_trainer.summary import EXPORTED, RunSummary, summarise
+
+log = structlog.get_logger()
+
+
+def run_training(
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    resume: bool = False,
+    resolved: core.Resolved | None = None,
+) -> RunSummary:
+    """Train a run to its last step.
+
+    Args:
+        config: A checked config.
+        run_dir: Where everything is written; made if it is not there.
+        resume: Go on with the run that is there, from its newest complete checkpoint.
+        resolved: Where the config's values came from, for the record.
+
+    Raises:
+        RunDirectoryError: the directory holds a run already (or none, for a resume), or is in use.
+        PromptFileError, FileNotFoundError: the prompts or the model are not there.
+        WorkerError: a worker failed or died, and `trainer.max_restarts` is used up.
+        CanaryError: training does not see what was sampled.
+    """
+    begun = time.perf_counter()
+    run = RunDirectory(run_dir)
+    resume = resume or (run.exists() and config.trainer.resume_mode is ResumeMode.AUTO)
+    prompts = read_prompts(config)
+    run = RunDirectory.open(run_dir) if resume else RunDirectory.create(run_dir, config, resolved)
+    with run.locked():
+        checkpoint = run.checkpoints(config.checkpoint.keep).latest() if resume else None
+        first = 0 if checkpoint is None else checkpoint.step
+        if first >= config.trainer.steps:
+            log.warning("run.finished_already", steps=first, run=str(run_dir))
+        else:
+            _train(config, run, prompts, checkpoint)
+        summary = summarise(config, run)
+    return attrs.evolve(
+        summary, trained=config.trainer.steps - first, seconds=time.perf_counter() - begun
+    )
+
+
+def _train(
+    config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
+) -> None:
+    """Train to the end, rebuilding lost workers as often as the config allows."""
+    restarts = 0
+    while True:
+        try:
+            with started(config, run, prompts, checkpoint) as parts:
+                parts.trainer.fit()
+                _export(config, run, parts.group)
+        except WorkerError as exc:
+            restarts += 1
+            if not exc.died or restarts > config.trainer.max_restarts:
+                raise
+            checkpoint = run.checkpoints(config.checkpoint.keep).latest()
+            log.warning(
+                "run.restart",
+                error=str(exc).partition("\n")[0],
+                restart=restarts,
+                of=config.trainer.max_restarts,
+                step=0 if checkpoint is None else checkpoint.step,
+            )
+        else:
+            return
+
+
+def _export(config: RunConfig, run: RunDirectory, group: WorkerGroup) -> None:
+    """Write the trained adapter, and where it is: a finished run that is resumed says it again."""
+    if config.model.lora is not None:
+        run.export.mkdir(exist_ok=True)
+        written: Path = group.broadcast("export_adapter", run.export.absolute())[0]
+        place = str(written.relative_to(run.path.absolute()))
+        write_json(run.path / EXPORTED, {"adapter": place})
+
+
+def evaluate_run(run_dir: Path, *, step: int | None = None) -> Evaluation:
+    """Score a checkpoint of a run on its held-out prompts; the run's own files stay as they are.
+
+    Raises:
+        CheckpointError: no such checkpoint.
+        ValueError: the run has no held-out prompts.
+    """
+    run = RunDirectory.open(run_dir)
+    config = run.config().config
+    checkpoint = run.checkpoints(config.checkpoint.keep).at(step)
+    with loaded(config, checkpoint) as (group, pool):
+        evaluator = make_evaluator(config, read_prompts(config), group, pool)
+        if evaluator is None:
+            msg = f"{run_dir}: nothing to evaluate: data.heldout is not set"
+            raise ValueError(msg)
+        return evaluator.run(checkpoint.step, weight_version=None)[0]
+
+
+def export_run(run_dir: Path, *, step: int | None = None, output: Path | None = None) -> Path:
+    """Write the adapter of a run's checkpoint for stock pipelines; returns the file.
+
+    Raises:
+        CheckpointError: no such checkpoint.
+        ValueError: the run trained no adapter.
+    """
+    run = RunDirectory.open(run_dir)
+    config = run.config().config
+    if config.model.lora is None:
+        msg = f"{run_dir} trained every weight: there is no adapter to export"
+        raise ValueError(msg)
+    checkpoint = run.checkpoints(config.checkpoint.keep).at(step)
+    target = output or run.export
+    target.mkdir(parents=True, exist_ok=True)
+    with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
+        path: Path = group.broadcast("export_adapter", target.absolute())[0]
+    return path

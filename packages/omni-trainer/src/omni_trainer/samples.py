@@ -1,0 +1,140 @@
+"""One step's samples as the driver knows them: who they are, how they scored, where they lie.
+
+Scoring goes on while others are sampled; the driver sees metadata and scores, no tensor of a sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from omni_core.reward import RewardInput, RewardResult
+from omni_core.trajectory import TrajectoryInfo
+from omni_trainer.data import PromptRow
+from omni_trainer.group import Ref, Streamed, WorkerGroup
+from omni_trainer.reward_pool import RewardPool
+from omni_trainer.rollout_plan import RolloutPlan, SampleKey
+
+
+@attrs.frozen(kw_only=True)
+class SampleSource:
+    """One trajectory that a rank has made."""
+
+    rank: int
+    info: TrajectoryInfo
+    ref: Ref
+
+
+@attrs.frozen(kw_only=True)
+class Samples:
+    """Everything that a plan asked for, sampled and scored."""
+
+    plan: RolloutPlan
+    sources: tuple[SampleSource, ...]
+    """In the natural order, whatever order they were finished in."""
+    places: Mapping[SampleKey, tuple[int, int]]
+    """Sample -> (place in `sources`, row)."""
+    results: Mapping[SampleKey, RewardResult]
+    """Empty where nothing is scored."""
+    sampling_seconds: float
+    waiting_seconds: float
+    """For scores, after the last sample was there."""
+
+    def refs_of(self, rank: int) -> list[Ref]:
+        """What *rank* sampled itself."""
+        return [source.ref for source in self.sources if source.rank == rank]
+
+
+def sample_and_score(group: WorkerGroup, pool: RewardPool, plan: RolloutPlan) -> Samples:
+    """Sample on all ranks, handing each trajectory to a scorer as soon as it is there.
+
+    Raises:
+        WorkerError: a rank or a scorer failed.
+    """
+    inputs = {
+        request.group_id: reward_input(row)
+        for request, row in zip(plan.requests, plan.rows, strict=True)
+    }
+    started = time.perf_counter()
+    streamed: list[Streamed] = []
+    for item in group.stream("generate", [(requests,) for requests in plan.by_rank]):
+        records = item.info.records
+        pool.submit(len(streamed), item.ref, [inputs[record.group_id] for record in records])
+        streamed.append(item)
+    sampled = time.perf_counter()
+    scores = pool.collect()
+    scored = time.perf_counter()
+    results = {
+        (record.group_id, record.k): result
+        for key, found in scores.items()
+        for record, result in zip(streamed[key].info.records, found, strict=True)
+    }
+    return _ordered(plan, streamed, results, sampled - started, scored - sampled)
+
+
+def _ordered(
+    plan: RolloutPlan,
+    streamed: Sequence[Streamed],
+    results: Mapping[SampleKey, RewardResult],
+    sampling_seconds: float,
+    waiting_seconds: float,
+) -> Samples:
+    natural = {key: place for place, key in enumerate(plan.keys)}
+
+    def first(item: Streamed) -> int:
+        record = item.info.records[0]
+        return natural.get((record.group_id, record.k), len(natural))
+
+    sources = tuple(
+        SampleSource(rank=item.rank, info=item.info, ref=item.ref)
+        for item in sorted(streamed, key=first)
+    )
+    return Samples(
+        plan=plan,
+        sources=sources,
+        places={
+            (record.group_id, record.k): (place, row)
+            for place, source in enumerate(sources)
+            for row, record in enumerate(source.info.records)
+        },
+        results=results,
+        sampling_seconds=sampling_seconds,
+        waiting_seconds=waiting_seconds,
+    )
+
+
+def reward_input(row: PromptRow) -> RewardInput:
+    """Make what a scorer is told of a prompt's row."""
+    return RewardInput(prompt=row.prompt, target=row.target, metadata=row.metadata)
+
+
+def detail_means(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Average the numbers that a reward gave beside its scores; texts are left out."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        for name, value in result.details.items():
+            if not isinstance(value, str):
+                found.setdefault(name, []).append(float(value))
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+
+class UnscoredError(RuntimeError):
+    """Samples could not be scored, and `reward.on_error` is `raise`."""
+
+
+def require_scores(samples: Samples) -> None:
+    """Check that every sample has a score.
+
+    Raises:
+        UnscoredError: says how many have none, and the first one's error.
+    """
+    failed = [(key, result) for key, result in samples.results.items() if not result.ok]
+    if failed:
+        (group, k), result = failed[0]
+        msg = (
+            f"{len(failed)} of {len(samples.results)} samples have no score; sample {k} of group "
+            f"{group!r}: {result.error} (reward.on_error: drop_group or mask goes on without them)"
+        )
+        raise UnscoredError(msg)

@@ -1,0 +1,99 @@
+"""Scores of a step become advantages and weights, row for row in the natural order.
+
+A sample without a score has advantage 0 and weight 0 and is in no mean; `drop_group` does the same to
+its whole group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from omni_core.advantages import GroupAdvantages
+from omni_core.algorithm import Algorithm
+from omni_core.options import OnRewardError
+from omni_trainer.samples import Samples, detail_means, require_scores
+from omni_trainer.update_plan import PlannedRow
+
+
+@attrs.frozen(kw_only=True)
+class ScoredStep:
+    """What an update needs of the scores, and what is reported of them."""
+
+    rows: tuple[PlannedRow, ...]
+    metrics: dict[str, float]
+
+
+def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) -> ScoredStep:
+    """Take the scores of all samples and make advantages of them.
+
+    Raises:
+        UnscoredError: a sample has no score and *on_error* is `raise`.
+    """
+    keys = samples.plan.keys
+    groups = [group for group, _ in keys]
+    if not samples.results:
+        rows = _rows(samples, [0.0] * len(keys), [True] * len(keys))
+        return ScoredStep(rows=rows, metrics={})
+    if on_error is OnRewardError.RAISE:
+        require_scores(samples)
+    results = [samples.results[key] for key in keys]
+    failed = {group for group, result in zip(groups, results, strict=True) if not result.ok}
+    dropped = failed if on_error is OnRewardError.DROP_GROUP else set()
+    valid = [
+        result.ok and group not in dropped for group, result in zip(groups, results, strict=True)
+    ]
+    rewards = torch.tensor(
+        [result.value if ok else 0.0 for result, ok in zip(results, valid, strict=True)],
+        dtype=torch.float64,
+    )
+    found = algorithm.advantages(rewards, groups, torch.tensor(valid))
+    kept = [result for result, ok in zip(results, valid, strict=True) if ok]
+    metrics = {
+        **_reward_metrics([result.value for result in kept]),
+        **{f"reward/{name}": value for name, value in detail_means(kept).items()},
+        "reward/unscored": float(sum(not result.ok for result in results)),
+        **_advantage_metrics(found),
+    }
+    advantages: list[float] = found.advantages.tolist()
+    return ScoredStep(rows=_rows(samples, advantages, valid), metrics=metrics)
+
+
+def _rows(
+    samples: Samples, advantages: Sequence[float], valid: Sequence[bool]
+) -> tuple[PlannedRow, ...]:
+    windows = {request.group_id: len(request.window) for request in samples.plan.requests}
+    return tuple(
+        PlannedRow(
+            source=samples.places[key][0],
+            row=samples.places[key][1],
+            advantage=advantage,
+            weight=float(ok),
+            trained_steps=windows[key[0]],
+        )
+        for key, advantage, ok in zip(samples.plan.keys, advantages, valid, strict=True)
+    )
+
+
+def _reward_metrics(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    rewards = torch.tensor(values, dtype=torch.float64)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
+
+
+def _advantage_metrics(found: GroupAdvantages) -> dict[str, float]:
+    return {
+        "advantage/zero_std_groups": float(found.zero_std_groups),
+        "advantage/single_groups": float(found.single_groups),
+        "advantage/unscored_groups": float(found.unscored_groups),
+        "advantage/clipped": float(found.clipped),
+        "advantage/group_std_mean": found.group_std_mean,
+    }

@@ -1,0 +1,304 @@
+"""One rank: the policy, the rollout that samples with it, and the reference (the policy's base).
+
+With several ranks every method is a collective: all ranks call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import structlog
+import torch
+from torch import Tensor
+
+from omni_core import device as devices
+from omni_core.algorithm import Algorithm
+from omni_core.losses import ConfiguredLoss, algorithm
+from omni_core.metrics import Moments, merge
+from omni_core.options import (
+    DiffusionActorConfig,
+    DiffusionRolloutConfig,
+    DiffusionSamplingConfig,
+)
+from omni_core.plugins import ROLLOUTS, registry
+from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
+from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
+from omni_trainer.canary import CanaryReport, measure
+from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
+from omni_trainer.workers import process
+from omni_trainer.workers.batches import first_sampling_batch, gather_rows, train_batch
+from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig
+
+log = structlog.get_logger()
+
+
+@attrs.frozen(kw_only=True)
+class ActorRolloutRefConfig:
+    """What a rank is built from: plain data that travels to its process."""
+
+    actor: DiffusionActorConfig
+    backend: str
+    """Engine backend, such as `fsdp2`."""
+    rollout: str
+    """Plugin of `omni.rollouts`."""
+    rollout_options: DiffusionRolloutConfig
+    device: str = "auto"
+
+    def training(self) -> TrainingWorkerConfig:
+        """The part that the training worker needs."""
+        return TrainingWorkerConfig(
+            model=self.actor.model,
+            engine=self.actor.engine,
+            optimizer=self.actor.optimizer,
+            checkpoint=self.actor.checkpoint,
+            model_type=self.actor.loss.options.model_type,
+            backend=self.backend,
+            device=self.device,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class UpdateResult:
+    """What an update did on one rank."""
+
+    metrics: Mapping[str, Moments]
+    """Of this rank's rows, over all optimizer steps."""
+    lr: float | None
+    """Of the last optimizer step; None if there was none."""
+    skipped: int
+    """Optimizer steps that a non-finite gradient stopped (the same on all ranks)."""
+    weight_version: int
+
+
+@attrs.frozen(kw_only=True)
+class RankFacts:
+    """What a rank says of itself once it has its model."""
+
+    device: str
+    threads: int
+    torch: str
+    weight_version: int
+
+
+class ActorRolloutRefWorker:
+    """Built in its own process, then asked by the driver; knows nothing of how it is called."""
+
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        *,
+        place: process.Place | None = None,
+        store: Any = None,
+    ) -> None:
+        self.config = config
+        self.place = place or process.Place()
+        process.prepare(self.place)
+        self.training = TrainingWorker(config.training(), local_rank=self.place.local_rank)
+        self._made_group = process.join(self.place, self.training.device, store)
+        self._rollout: BaseRollout | None = None
+
+    @property
+    def rollout(self) -> BaseRollout:
+        """What samples, once `init_model` has made it."""
+        if self._rollout is None:
+            msg = "the worker holds no model yet: call init_model first"
+            raise RuntimeError(msg)
+        return self._rollout
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm whose loss is trained."""
+        return algorithm(self.config.actor.loss)
+
+    def init_model(self) -> RankFacts:
+        """Load the model, make the optimizer and the rollout, and push the first weights."""
+        self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
+        self.training.reset()
+        plugin = registry(ROLLOUTS).get(self.config.rollout)
+        self._rollout = plugin.build(self.config.rollout_options, engine=self.training.engine)
+        return RankFacts(
+            device=str(self.training.device),
+            threads=torch.get_num_threads(),
+            torch=str(torch.__version__),
+            weight_version=self.update_weights(),
+        )
+
+    # -- sampling ----------------------------------------------------------------------------------
+
+    def schedule(self, sampling: DiffusionSamplingConfig) -> tuple[float, ...]:
+        """Return the float32 sigmas, T+1 of them, that a sampling config means for this model."""
+        return self.rollout.schedule(sampling).values()
+
+    def generate(
+        self, requests: Sequence[RolloutRequest], *, decode: bool = True
+    ) -> Iterator[tuple[TrajectoryInfo, Trajectory]]:
+        """Sample, and yield each request's trajectory (on the CPU) as it is finished."""
+        last = time.perf_counter()
+        for trajectory in self.rollout.stream(requests, decode=decode):
+            now = time.perf_counter()
+            finished = trajectory.to("cpu")
+            yield finished.info(seconds=now - last), finished
+            last = time.perf_counter()
+
+    def pick_images(self, rows: Sequence[int], *trajectories: Trajectory) -> Tensor:
+        """Take one row of each trajectory's media: uint8 [N, H, W, 3]; a video gives its middle frame.
+
+        Raises:
+            ValueError: media without pictures.
+        """
+        return torch.stack([_picture(t, row) for t, row in zip(trajectories, rows, strict=True)])
+
+    # -- scoring -----------------------------------------------------------------------------------
+
+    def infer_actor_batch(self, plan: OptimizerStepPlan, *trajectories: Trajectory) -> Tensor:
+        """Log-probs of the rows through training micro-batches: float32 [B, W] on the CPU."""
+        return _log_probs(self.training.infer_batch(train_batch(trajectories, plan)).log_probs)
+
+    def infer_ref_batch(self, plan: OptimizerStepPlan, *trajectories: Trajectory) -> Tensor:
+        """The same of the reference: the base without its adapter."""
+        with self.training.engine.disable_adapter():
+            return self.infer_actor_batch(plan, *trajectories)
+
+    def canary(self, *trajectories: Trajectory) -> CanaryReport:
+        """Score a batch of this rank's own samples again, both ways, before its weights change.
+
+        Args:
+            trajectories: All that this rank sampled in this step; at least one.
+        """
+        rows = gather_rows(trajectories, first_sampling_batch(trajectories))
+        replayed = self.training.engine.replay(rows).cpu()
+        plan = OptimizerStepPlan(
+            rows=tuple((0, row) for row in range(rows.rows)),
+            advantages=(0.0,) * rows.rows,
+            weights=(1.0,) * rows.rows,
+            denominator=float(rows.log_probs.numel()),
+        )
+        trained = self.infer_actor_batch(plan, rows)
+        return measure(rows, replayed=replayed, trained=trained, rank=self.place.rank)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def update_actor(
+        self, plan: UpdatePlan, recompute: bool, *trajectories: Trajectory
+    ) -> UpdateResult:
+        """Take the optimizer steps of *plan*.
+
+        Args:
+            plan: This rank's rows of each step.
+            recompute: Take the old log-probs from training micro-batches, before the first step,
+                instead of the rollout's own.
+            trajectories: Those that the plan names, in its order.
+
+        Raises:
+            NonFiniteGradientsError: too many steps in a row were skipped.
+        """
+        batches = [train_batch(trajectories, step) for step in plan.steps]
+        if recompute:
+            for i, batch in enumerate(batches):
+                old = _log_probs(self.training.infer_batch(batch).log_probs)
+                trajectory = attrs.evolve(batch.trajectory, log_probs=old)
+                batches[i] = attrs.evolve(batch, trajectory=trajectory)
+        parts = []
+        for batch in batches:
+            parts.append(dict(self.training.train_batch(batch).metrics))
+            self.algorithm.after_update(self.training, optimizer_step=self.training.optimizer_steps)
+        lr = parts[-1]["lr"].mean if parts else None
+        skipped = round(sum(part["skipped"].total for part in parts))
+        named = merge(parts)
+        for name in ("lr", "skipped"):
+            named.pop(name, None)
+        return UpdateResult(
+            metrics=named, lr=lr, skipped=skipped, weight_version=self.training.weight_version
+        )
+
+    def update_weights(self) -> int:
+        """Let the rollout sample with the weights as they now are; returns their version.
+
+        A rollout that shares the trained module already does. Any other is paused, sent the adapter
+        (or all weights) and resumed; what it bound must be what was sent.
+
+        Raises:
+            WeightMismatchError: it was not; lists the names on both sides.
+        """
+        version = self.training.weight_version
+        if self.rollout.weight_version == version:
+            return version
+        lora = self.config.actor.model.lora
+        adapter = None if lora is None else self.config.actor.loss.options.rollout_algo().adapter
+        tensors = dict(self.training.engine.get_per_tensor_param(adapter=adapter))
+        self.rollout.pause()
+        report = self.rollout.update(
+            WeightUpdate(
+                version=version,
+                tensors=tensors,
+                adapter=adapter,
+                alpha_over_rank=None if lora is None else lora.alpha / lora.rank,
+            )
+        )
+        if set(report.bound) != set(tensors):
+            sent, bound = sorted(set(tensors) - set(report.bound)), sorted(report.bound)
+            msg = f"the rollout did not bind {sent}; it bound {bound}"
+            raise WeightMismatchError(msg)
+        self.rollout.resume()
+        log.info("weights.pushed", version=version, nbytes=report.nbytes, seconds=report.seconds)
+        return version
+
+    def copy_adapter(self, source: str, target: str) -> None:
+        """Make the adapter *target* equal to *source*."""
+        self.training.copy_adapter(source, target)
+
+    def ema_update_adapter(self, source: str, target: str, decay: float) -> None:
+        """target <- decay * target + (1 - decay) * source."""
+        self.training.ema_update_adapter(source, target, decay)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, directory: Path) -> dict[str, Any]:
+        """Write this rank's share below *directory*; returns plain data for the driver."""
+        return {
+            **self.training.save_checkpoint(directory),
+            "algorithm": self.algorithm.state(),
+        }
+
+    def load_checkpoint(self, directory: Path, state: Mapping[str, Any]) -> int:
+        """Restore what `save_checkpoint` wrote and returned; returns the weight version."""
+        self.training.load_checkpoint(directory, state)
+        self.algorithm.load_state(dict(state["algorithm"]))
+        return self.update_weights()
+
+    def export_adapter(self, directory: Path, adapter: str = "default") -> Path:
+        """Write a LoRA for stock pipelines; returns the file."""
+        return self.training.engine.export_adapter(directory, adapter=adapter)
+
+    def peak_memory(self) -> int:
+        """Most bytes that the device held; 0 where that is not counted."""
+        return devices.peak_memory(self.training.device)
+
+    def close(self) -> None:
+        """Free the rollout and leave the process group that this worker made."""
+        if self._rollout is not None:
+            self._rollout.close()
+        if self._made_group:
+            process.leave()
+            self._made_group = False
+
+
+def _log_probs(found: Tensor | None) -> Tensor:
+    if found is None:
+        msg = "the engine's infer_batch returned no log-probs"
+        raise ValueError(msg)
+    return found
+
+
+def _picture(trajectory: Trajectory, row: int) -> Tensor:
+    media = trajectory.media
+    if media is not None and media.image is not None:
+        return media.image[row]
+    if media is not None and media.video is not None:
+        return media.video[row, media.video.shape[1] // 2]
+    msg = f"group {trajectory.records[0].group_id!r} has no picture"
+    raise ValueError(msg)

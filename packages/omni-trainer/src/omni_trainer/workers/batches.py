@@ -1,0 +1,52 @@
+"""Rows of several trajectories, put together for training.
+
+Axes: B rows of the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from omni_core.engine import TrainBatch
+from omni_core.trajectory import Trajectory
+from omni_trainer.update_plan import OptimizerStepPlan
+
+
+def gather_rows(trajectories: Sequence[Trajectory], rows: Sequence[tuple[int, int]]) -> Trajectory:
+    """Take (trajectory, row) pairs in order, without media: training looks at none.
+
+    Raises:
+        ValueError: no rows, or trajectories that were not sampled alike.
+    """
+    parts = []
+    for source, pairs in itertools.groupby(rows, key=lambda pair: pair[0]):
+        bare = attrs.evolve(trajectories[source], media=None)
+        wanted = [row for _, row in pairs]
+        whole = wanted == list(range(bare.rows))
+        parts.append(bare if whole else bare.select(torch.tensor(wanted)))
+    return Trajectory.concat(parts)
+
+
+def train_batch(trajectories: Sequence[Trajectory], plan: OptimizerStepPlan) -> TrainBatch:
+    """Build one rank's batch of one optimizer step."""
+    return TrainBatch(
+        trajectory=gather_rows(trajectories, plan.rows),
+        advantages=torch.tensor(plan.advantages, dtype=torch.float32),
+        weights=torch.tensor(plan.weights, dtype=torch.float32),
+        denominator=plan.denominator,
+    )
+
+
+def first_sampling_batch(trajectories: Sequence[Trajectory]) -> list[tuple[int, int]]:
+    """Find the rows of the first batch that was denoised together, as (trajectory, row) pairs."""
+    name = trajectories[0].places[0].batch
+    return [
+        (source, row)
+        for source, trajectory in enumerate(trajectories)
+        for row, place in enumerate(trajectory.places)
+        if place.batch == name
+    ]
