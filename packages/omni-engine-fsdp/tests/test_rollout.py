@@ -313,7 +313,7 @@ def test_a_sample_that_is_asked_for_twice_is_refused(
 
 def test_another_weight_version_is_refused(rollout: EngineRollout, spec: SamplingSpec) -> None:
     rollout.submit([request(spec, "g", range(2), weight_version=3)])
-    with pytest.raises(RolloutStateError, match="asks for weight version 4; the engine is at 3"):
+    with pytest.raises(ValueError, match="'g': weight version 4 was asked for; the engine is at 3"):
         rollout.submit([request(spec, "g", range(2), weight_version=4)])
 
 

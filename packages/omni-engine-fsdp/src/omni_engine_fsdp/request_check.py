@@ -9,7 +9,6 @@ from typing import Any
 
 from omni_core.choices import StepKind
 from omni_core.options import DiffusionPipelineConfig
-from omni_core.rollout import RolloutStateError
 from omni_core.trajectory import RolloutRequest, SamplingSpec
 
 LatentShapes = Callable[[DiffusionPipelineConfig], object]
@@ -38,7 +37,6 @@ def check_requests(
 
     Raises:
         ValueError: one cannot be served; names its group and what would fit.
-        RolloutStateError: one asks for another weight version.
     """
     names = Counter((r.group_id, tuple(s.k for s in r.samples)) for r in requests)
     repeated = [name for name, count in names.items() if count > 1]
@@ -53,13 +51,13 @@ def check_requests(
                 with engine.use_adapter(request.adapter):
                     checked.add((request.sampling, request.adapter))
             _check_window(request)
+            if request.weight_version not in (None, engine.weight_version):
+                raise ValueError(
+                    f"weight version {request.weight_version} was asked for; the engine is at "
+                    f"{engine.weight_version}"
+                )
         except ValueError as error:
             raise ValueError(f"group {request.group_id!r}: {error}") from error
-        if request.weight_version not in (None, engine.weight_version):
-            raise RolloutStateError(
-                f"group {request.group_id!r} asks for weight version {request.weight_version}; "
-                f"the engine is at {engine.weight_version}"
-            )
 
 
 def _check_spec(spec: SamplingSpec, engine: Any, latent_shapes: LatentShapes) -> None:

@@ -153,8 +153,7 @@ class EngineRollout(BaseRollout):
         """Queue requests; with several ranks, all submit at the same point, with none if need be.
 
         Raises:
-            RolloutStateError: a request asks for another weight version than the present one.
-            ValueError: a request that it cannot serve; names the group and what would fit.
+            ValueError: a request that it cannot serve (size, window, kind, adapter, version); names the group and what would fit.
         """
         check_requests(requests, engine=self.engine, latent_shapes=self.latent_shapes)
         handle = RolloutHandle(self._submits, len(requests))
