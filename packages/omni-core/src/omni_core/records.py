@@ -49,6 +49,13 @@ def _unpack(value: Any) -> Any:
     return value
 
 
+def _rebuild(cls: type[Any], state: dict[str, Any]) -> Any:
+    record = object.__new__(cls)
+    for name, value in state.items():
+        object.__setattr__(record, name, _unpack(value))
+    return record
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply *change* to a tensor, to the tensors of a mapping or of a `TensorRecord`; else return *value*."""
     if isinstance(value, Tensor):
@@ -97,12 +104,10 @@ class TensorRecord:
     `select` and `concat`.
     """
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: _pack(getattr(self, f.name)) for f in attrs.fields(type(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, _unpack(value))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not __getstate__: attrs gives every slotted subclass one of its own, which would win.
+        state = {f.name: _pack(getattr(self, f.name)) for f in attrs.fields(type(self))}
+        return _rebuild, (type(self), state)
 
     def map(self: R, change: Callable[[Tensor], Tensor]) -> R:
         """Return a copy with *change* applied to every tensor."""
