@@ -70,7 +70,7 @@ def test_it_trains_with_its_own_reward_and_algorithm(run):
     assert all(math.isfinite(value) for line in lines for value in line.values())
     # Redness lies within -1 and 1 and differs between pictures; log_prob is this algorithm's own.
     assert all(-1 < line["reward/mean"] < 1 and line["reward/std"] > 0 for line in steps)
-    assert all("train/log_prob" in line for line in steps)
+    assert all("actor/log_prob" in line for line in steps)
 
 
 def test_a_wrong_option_of_its_own_is_named(tmp_path):

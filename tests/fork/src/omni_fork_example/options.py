@@ -45,4 +45,9 @@ class ReinforceOptions(AlgorithmConfig):
                 "fork_reinforce compares the samples of a group: rollout.samples_per_prompt is "
                 f"{facts.samples_per_prompt}, and must be at least 2"
             )
+        if facts.num_inference_steps < 2:
+            found["noise_level"] = (
+                "one sampling step leaves none to train (the last step is never stochastic): "
+                "rollout.sampling.num_inference_steps must be at least 2"
+            )
         return found

@@ -1,12 +1,15 @@
-"""What a command says when it fails, and the exit code that goes with it."""
+"""What a command says when it fails, and the exit code that goes with it.
+
+An error that is answered with its own words is known by name, so that knowing it imports nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping
 
 from omni_core.config import ConfigError
-from omni_core.plugins import PluginError, PluginNotFoundError
 
 FAILED, USAGE = 1, 2
 
@@ -15,13 +18,27 @@ class UsageError(Exception):
     """The command cannot do what was asked; the message is a sentence for the user."""
 
 
-_MISTAKES = (UsageError, ConfigError, PluginError, PluginNotFoundError, FileNotFoundError)
+SENTENCES: Mapping[str, int] = {
+    "builtins.FileNotFoundError": USAGE,
+    "omni_core.device.DeviceError": USAGE,
+    "omni_core.plugins.PluginError": USAGE,
+    "omni_core.plugins.PluginNotFoundError": USAGE,
+    "omni_trainer.commands.failures.UsageError": USAGE,
+    "omni_trainer.data.PromptFileError": USAGE,
+    "omni_trainer.run_directory.RunDirectoryError": USAGE,
+    "omni_core.engine.CheckpointError": FAILED,
+    "omni_trainer.canary.CanaryError": FAILED,
+    "omni_trainer.group.WorkerError": FAILED,
+    "omni_trainer.rpc.resources.ResourceError": FAILED,
+    "omni_trainer.samples.UnscoredError": FAILED,
+}
+"""Errors whose message says all: class -> exit code. A worker's error carries its own traceback."""
 
 
 def report(error: Exception) -> int:
     """Write *error* to stderr and return the exit code.
 
-    A user's mistake is told in sentences; anything else with its traceback.
+    A user's mistake and a failed worker are told in their own words, anything else with its traceback.
     """
     if isinstance(error, ConfigError):
         count = len(error.mistakes)
@@ -29,9 +46,11 @@ def report(error: Exception) -> int:
         for line in error.mistakes:
             _say(f"  {line}")
         return USAGE
-    if isinstance(error, _MISTAKES):
-        _say(f"error: {_sentence(error)}")
-        return USAGE
+    for kind in type(error).__mro__:
+        code = SENTENCES.get(f"{kind.__module__}.{kind.__qualname__}")
+        if code is not None:
+            _say(f"error: {_sentence(error)}")
+            return code
     traceback.print_exception(error)
     return FAILED
 
@@ -44,4 +63,4 @@ def _sentence(error: Exception) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)  # noqa: T201 -- this is where a command's errors are written
+    print(line, file=sys.stderr)
