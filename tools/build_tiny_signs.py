@@ -81,13 +81,13 @@ def prompt(thing: str, text: str) -> str:
 
 
 def split(count: int = 20, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Split the pairs of object and number into training and held-out prompts.
+    """Split the pairs of object and number into training and held-out prompts, in a mixed order.
 
     The pipeline saw each of these numbers on each object; RL sees the training pairs alone.
     """
     pairs = [prompt(thing, text) for thing in OBJECTS for text in numbers(count)]
-    heldout = set(random.Random(seed).sample(pairs, HELDOUT))
-    return [p for p in pairs if p not in heldout], [p for p in pairs if p in heldout]
+    random.Random(seed).shuffle(pairs)
+    return pairs[HELDOUT:], pairs[:HELDOUT]
 
 
 def paint(rng: np.random.Generator, thing: str, text: str | None) -> np.ndarray:
