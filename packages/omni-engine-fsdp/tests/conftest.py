@@ -1,13 +1,28 @@
-"""Fixtures of the engine's tests: a tiny pipeline on disk, made once a session."""
+"""Fixtures of the engine's tests: a tiny pipeline on disk, and scripts run on several ranks."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Protocol
 
 import pytest
+
+from omni_core.options import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    DType,
+    LoRAConfig,
+    OptimizerConfig,
+)
+from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
@@ -33,3 +48,101 @@ def tiny_sd3(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) 
     """A tiny random StableDiffusion3Pipeline: at most 32 x 32 px, scheduler shift 3, float32."""
     path: Path = tiny_models.build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
     return path
+
+
+class BuildEngine(Protocol):
+    """Builds and initializes an engine on the CPU, pictures 16 x 16 px, 8 text tokens."""
+
+    def __call__(
+        self,
+        path: Path,
+        *,
+        lora: LoRAConfig | None = ...,
+        dtype: DType = ...,
+        optimizer: OptimizerConfig | None = ...,
+        adapters: tuple[str, ...] = ...,
+        **engine: Any,
+    ) -> PPODiffusersFSDPEngine: ...
+
+
+@pytest.fixture(scope="session")
+def build_engine() -> BuildEngine:
+    """See `BuildEngine`; `engine` are fields of FSDPEngineConfig."""
+
+    def build(
+        path: Path,
+        *,
+        lora: LoRAConfig | None = LoRAConfig(rank=2, alpha=8.0),  # noqa: B008 -- frozen
+        dtype: DType = DType.FLOAT32,
+        optimizer: OptimizerConfig | None = None,
+        adapters: tuple[str, ...] = (),
+        **engine: Any,
+    ) -> PPODiffusersFSDPEngine:
+        pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=8)
+        model = DiffusionModelConfig(path=str(path), dtype=dtype, lora=lora, pipeline=pipeline)
+        config = FSDPEngineConfig(device="cpu", **engine)
+        built = PPODiffusersFSDPEngine(model, config, optimizer, CheckpointConfig())
+        for name in adapters:
+            built.add_adapter(name)
+        built.initialize()
+        return built
+
+    return build
+
+
+RunRanks = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """Run a script of tests/ranks on several processes over gloo.
+
+    `run_ranks(name, *args, ranks=2, seconds=60)` gives every rank's standard output; a rank that
+    fails or is late fails the test with what it wrote.
+    """
+
+    def run(name: str, *args: object, ranks: int = 2, seconds: float = 60.0) -> list[str]:
+        script = Path(__file__).parent / "ranks" / f"{name}.py"
+        store = tmp_path / f"store-{time.monotonic_ns()}"
+        logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(ranks)]
+        processes = []
+        for rank, log in enumerate(logs):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "STORE": str(store),
+                "OMP_NUM_THREADS": "1",
+            }
+            with log.open("w") as errors:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(script), *map(str, args)],
+                        env=environment,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                    )
+                )
+        until = time.monotonic() + seconds
+        outputs, failed = [], []
+        try:
+            for rank, process in enumerate(processes):
+                try:
+                    output, _ = process.communicate(timeout=max(until - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    failed.append(f"rank {rank} was not done after {seconds} s")
+                    continue
+                outputs.append(output)
+                if process.returncode:
+                    failed.append(f"rank {rank} ended with {process.returncode}: {output}")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed:
+            written = [f"rank {rank}:\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs)]
+            pytest.fail("\n".join([*failed, *written]))
+        return outputs
+
+    return run

@@ -1,7 +1,7 @@
 """Tensors go through DCP in its safetensors format, everything else is JSON: no pickle is read.
 
-Saved are every adapter (or, without LoRA, every weight) and the optimizer's moments; a frozen base is
-not. A parameter that never had a gradient has no moments: it is saved and restored as such. A
+Saved are every adapter (or, without LoRA, every weight) and the optimizer's moments; of a frozen base
+only a hash. A parameter that never had a gradient has no moments: it is saved and restored as such. A
 checkpoint can be read at another world size: each rank reads the parts that it holds.
 """
 
@@ -56,6 +56,7 @@ def kind(engine: DiffusersFSDPEngine) -> dict[str, Any]:
         "family": type(engine.family).__name__,
         "experts": experts,
         "adapter": adapter,
+        "base": engine.base_hash,
         "optimizer": engine.optimizer is not None,
         "weights": sorted(_weights(engine)),
     }
@@ -102,7 +103,7 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
     ranks = engine.get_data_parallel_size()
     with _alone():
         write_tensors(_tensors(engine), storage_writer=writer, no_dist=ranks == 1)
-    optimizer, scheduler = engine.optimizer, engine.scheduler
+    optimizer = engine.optimizer
     state: dict[str, Any] = {
         "kind": kind(engine),
         "world_size": ranks,
@@ -110,16 +111,14 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
         "nonfinite_steps": engine.nonfinite_steps,
         "generators": _gather_generators(engine),
     }
-    if optimizer is not None and scheduler is not None:
+    if optimizer is not None:
         steps = {name: float(moments["step"]) for name, moments in _moments(engine).items()}
         state["optimizer_steps"] = steps
         state["param_groups"] = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
-        state["schedule"] = {
-            key: value for key, value in scheduler.state_dict().items() if key != "lr_lambdas"
-        }
+        state["schedule_steps"] = engine.schedule_steps
     return state
 
 
@@ -143,14 +142,14 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
     for name, values in moments.items():
         tensors.update({f"optimizer.{name}.{moment}": value for moment, value in values.items()})
     _read(directory, tensors)
-    if engine.optimizer is not None and engine.scheduler is not None:
+    if engine.optimizer is not None:
         engine.optimizer.state.clear()
         for name, values in moments.items():
             step = torch.tensor(steps[name], dtype=torch.float32)
             engine.optimizer.state[wanted[name]] = {"step": step, **values}
         for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
             group.update(saved, betas=tuple(saved["betas"]))
-        engine.scheduler.load_state_dict({**state["schedule"], "lr_lambdas": [None]})
+        engine.schedule_steps = state["schedule_steps"]
     engine.weight_version = state["weight_version"]
     engine.nonfinite_steps = state["nonfinite_steps"]
     if state["world_size"] == engine.get_data_parallel_size():

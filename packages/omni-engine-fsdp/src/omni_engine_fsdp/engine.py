@@ -6,11 +6,13 @@ A subclass says how a batch becomes forwards and gradients. Parameters are alway
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import torch
@@ -18,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from omni_core import device as devices
 from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerReport
@@ -28,7 +29,7 @@ from omni_core.seeds import derive_seed
 from omni_engine_fsdp import checkpoint, export, lora, precision, sharding
 from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
 from omni_engine_fsdp.model_index import find_family
-from omni_engine_fsdp.optimizer import build_optimizer, build_schedule, clip_gradients
+from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients
 from omni_engine_fsdp.options import FSDPEngineConfig
 
 log = structlog.get_logger()
@@ -45,7 +46,6 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     mesh: DeviceMesh
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
     optimizer: AdamW | None
-    scheduler: LambdaLR | None
     weight_version: int
     """Optimizer steps taken; kept by checkpoints, so that it only grows."""
 
@@ -59,7 +59,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.parameters = {}
         self.optimizer = None
-        self.scheduler = None
+        self.schedule_steps = 0
+        """How far the learning rate's schedule is."""
         self.weight_version = 0
         self.nonfinite_steps = 0
         """Updates skipped for a non-finite gradient since the last one that was taken."""
@@ -112,7 +113,6 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             self.copy_adapter(DEFAULT, name)
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)
-            self.scheduler = build_schedule(self.optimizer, self.optimizer_config)
         self._log_made()
 
     def _adapt(self, name: str, expert: nn.Module) -> None:
@@ -217,11 +217,11 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
 
     # -- optimizer --------------------------------------------------------------------------------
 
-    def _optimizer(self) -> tuple[AdamW, LambdaLR]:
-        if self.optimizer is None or self.scheduler is None:
+    def _optimizer(self) -> tuple[AdamW, OptimizerConfig]:
+        if self.optimizer is None or self.optimizer_config is None:
             msg = "this engine only predicts: it was built without an optimizer config"
             raise RuntimeError(msg)
-        return self.optimizer, self.scheduler
+        return self.optimizer, self.optimizer_config
 
     def optimizer_step(self) -> OptimizerReport:
         """Clip by the global norm and step, unless a gradient of any rank is not finite.
@@ -230,8 +230,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             NonFiniteGradientsError: more than `optimizer.max_nonfinite_steps` in a row were skipped.
             RuntimeError: there is no optimizer, or no gradient at all.
         """
-        optimizer, _ = self._optimizer()
-        config = cast(OptimizerConfig, self.optimizer_config)
+        optimizer, config = self._optimizer()
         self.prepare_weights()
         trained = [p for p in self.trained().values() if p.grad is not None]
         if not trained:
@@ -264,9 +263,12 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step; returns the new rate."""
-        optimizer, scheduler = self._optimizer()
-        scheduler.step()
-        return float(optimizer.param_groups[0]["lr"])
+        optimizer, config = self._optimizer()
+        self.schedule_steps += 1
+        rate = config.rate(self.schedule_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        return rate
 
     def prepare_weights(self) -> None:
         """Free gathered copies, so that what modules hold are the sharded weights themselves."""
@@ -293,25 +295,35 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
 
     # -- weights ----------------------------------------------------------------------------------
 
+    @cached_property
+    def base_hash(self) -> str | None:
+        """Content hash of the frozen weights; None where every weight is trained. A collective."""
+        if self.model_config.lora is None:
+            return None
+        digest = hashlib.blake2b(digest_size=16)
+        for name, tensor in self.get_per_tensor_param(adapter=None):
+            raw = tensor.cpu().flatten().view(torch.uint8)
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(raw.numpy().data)
+        return digest.hexdigest()
+
     def get_per_tensor_param(
         self, *, adapter: str | None = DEFAULT
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors one at a time, detached, on the engine's device; a collective.
 
         Names are the expert's, a dot, and the name that a stock module or LoRA file has:
-        `transformer.blocks.0.to_q.lora_A.weight`, or `transformer.blocks.0.to_q.weight` with None,
-        which yields every weight with `default` merged into it (alpha / rank * B A).
+        `transformer.blocks.0.to_q.lora_A.weight`, or with None `transformer.blocks.0.to_q.weight`: all
+        weights but the adapters, which are not merged.
 
         Raises:
             ValueError: no such adapter.
         """
         self.prepare_weights()
-        if adapter is not None:
-            for expert, parameters in self.adapter_parameters(adapter).items():
-                for name, parameter in parameters.items():
-                    yield f"{expert}.{name}", sharding.whole(parameter.detach())
-            return
-        yield from export.merged_weights(self)
+        found = self.base_parameters() if adapter is None else self.adapter_parameters(adapter)
+        for expert, parameters in found.items():
+            for name, parameter in parameters.items():
+                yield f"{expert}.{name}", sharding.whole(parameter.detach())
 
     def export_adapter(self, directory: Path, *, adapter: str = DEFAULT) -> Path:
         """Write a LoRA for stock diffusers and PEFT; see `export.write_adapter`."""

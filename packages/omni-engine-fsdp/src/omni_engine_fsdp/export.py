@@ -8,16 +8,14 @@ configuration in its metadata (without it diffusers takes alpha = rank), and `pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import diffusers
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from omni_engine_fsdp import lora, sharding
+from omni_engine_fsdp import lora
 from omni_engine_fsdp.lora import DEFAULT
 
 if TYPE_CHECKING:
@@ -81,35 +79,3 @@ def _write_diffusers(
 def _plain(config: Any) -> dict[str, Any]:
     plain: dict[str, Any] = config.to_dict()
     return plain
-
-
-def merged_weights(engine: DiffusersFSDPEngine) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight under its stock name, `default` merged: W + (alpha / rank) B A.
-
-    The sum is taken in the adapter's precision and cast to the weight's own.
-
-    Raises:
-        ValueError: an adapted module is not linear.
-    """
-    config = engine.model_config.lora
-    adapters = engine.adapter_parameters(DEFAULT) if config is not None else {}
-    for expert, parameters in engine.parameters.items():
-        adapter = adapters.get(expert, {})
-        for name, parameter in parameters.items():
-            if lora.lora_name(name) is not None:
-                continue
-            weight = sharding.whole(parameter.detach())
-            module, adapted, leaf = name.rpartition(".base_layer.")
-            if adapted and leaf == "weight" and config is not None:
-                down = sharding.whole(adapter[f"{module}.lora_A.weight"].detach())
-                up = sharding.whole(adapter[f"{module}.lora_B.weight"].detach())
-                weight = _merge(name, weight, up, down, config.alpha / config.rank)
-            yield f"{expert}.{module}.{leaf}" if adapted else f"{expert}.{name}", weight
-
-
-def _merge(name: str, weight: Tensor, up: Tensor, down: Tensor, scale: float) -> Tensor:
-    if weight.ndim != 2:
-        msg = f"{name}: only adapters of linear modules are merged, this weight is {weight.ndim}-D"
-        raise ValueError(msg)
-    with torch.no_grad():
-        return (weight.to(up.dtype) + scale * (up @ down)).to(weight.dtype)

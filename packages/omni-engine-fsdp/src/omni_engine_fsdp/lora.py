@@ -243,6 +243,17 @@ class LoRAAdapterMixin:
             }
         return found
 
+    def base_parameters(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Return all weights but the adapters': expert -> name without adapters -> parameter."""
+        return {
+            expert: {
+                name.replace(".base_layer.", "."): parameter
+                for name, parameter in parameters.items()
+                if lora_name(name) is None
+            }
+            for expert, parameters in self.parameters.items()
+        }
+
     def _pairs(self, source: str, target: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's parts of every tensor of two adapters, to be written to."""
         sources, targets = self.adapter_parameters(source), self.adapter_parameters(target)

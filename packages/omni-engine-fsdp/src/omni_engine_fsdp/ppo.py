@@ -143,7 +143,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         # FSDP averages gradients over ranks, and the denominator is already that of all of them.
         scale = self.get_data_parallel_size() / data.denominator
         return _Forward(
-            share=(weights * terms.terms).sum() * scale,
+            # Not a product with 0: a row that counts for nothing may be anything, also not finite.
+            share=torch.where(counts, weights * terms.terms, 0.0).sum() * scale,
             log_probs=log_probs.detach(),
             metrics=terms.metrics,
             counts=counts,
