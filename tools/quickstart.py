@@ -102,7 +102,8 @@ def _row(name: str, change: Change, scale: float) -> str:
 
 def _interval(interval: Interval, scale: float, style: str) -> str:
     mean, low, high = (
-        format(value * scale, style) for value in (interval.mean, interval.low, interval.high)
+        format(round(value * scale, 3) + 0.0, style)
+        for value in (interval.mean, interval.low, interval.high)
     )
     return f"{mean} [{low}, {high}]"
 
@@ -135,14 +136,18 @@ def _meaning(before: Evaluation, after: Evaluation) -> str:
             "What RL changed:",
             f"  signs with a number to be read      {first.readable:4.0%} -> {last.readable:4.0%}",
             f"  of those, read exactly as asked     {first.spelled:4.0%} -> {last.spelled:4.0%}",
-            f"  The change in exact reads is {(shown + better) * 100:+.1f} points: "
-            f"{shown * 100:+.1f} from signs that show a number at all,",
-            f"  {better * 100:+.1f} from spelling. The starting model was taught with half of its "
+            f"  The change in exact reads is {_points(shown + better)} points: "
+            f"{_points(shown)} from signs that show a number at all,",
+            f"  {_points(better)} from spelling. The starting model was taught with half of its "
             "signs blank, so there is",
             "  much of the first to be had; that says little about how well large models learn to "
             "write.",
         ]
     )
+
+
+def _points(share: float) -> str:
+    return f"{round(share * 100, 1) + 0.0:+.1f}"  # + 0.0: never -0.0
 
 
 def _places(summary: RunSummary) -> str:

@@ -206,12 +206,12 @@ def test_outside_a_terminal_each_step_is_a_plain_line():
     with Progress(3, console=Console(file=out, width=20)) as progress:
         progress.note("held-out reward 0.375 [0.301, 0.452]")
         progress.step(1, reward=0.25, samples=96)
-        progress.step(2)
+        progress.step(2, seconds=2.5, samples=96)
     lines = out.getvalue().splitlines()
     assert lines[0] == "held-out reward 0.375 [0.301, 0.452]"
     assert lines[1].startswith("step 1/3  reward 0.250  0.0 s/step  ")
     assert lines[1].endswith(" samples/s")
-    assert lines[2] == "step 2/3  0.0 s/step"
+    assert lines[2] == "step 2/3  2.5 s/step  38 samples/s"
 
 
 @pytest.mark.parametrize("width", [30, 120])

@@ -55,16 +55,26 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
-    def step(self, done: int, *, reward: float | None = None, samples: int = 0) -> None:
+    def step(
+        self,
+        done: int,
+        *,
+        reward: float | None = None,
+        samples: int = 0,
+        seconds: float | None = None,
+    ) -> None:
         """Show that *done* steps are trained.
 
         Args:
             done: Steps trained so far.
             reward: Mean of the step's samples, where they have one.
             samples: How many there were, for the speed; 0 leaves it out.
+            seconds: What the step took; None is the time since the last call.
         """
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        if seconds is None:
+            seconds = now - self._last
+        self._last = now
         self._done = done
         parts = [] if reward is None else [f"reward {reward:.3f}"]
         parts.append(f"{seconds:.1f} s/step")
@@ -77,9 +87,8 @@ class Progress:
             self._line(f"step {done}/{self._total}  {'  '.join(parts)}")
 
     def note(self, text: str) -> None:
-        """Write a line of its own; time that passed since the last step is not the next step's."""
+        """Write a line of its own."""
         self._line(text)
-        self._last = time.perf_counter()
 
     def _line(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
