@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
@@ -204,11 +204,17 @@ def _choice_hook(cls: Any) -> Callable[[Any, Any], PluginChoice]:
     group: str = get_args(cls)[1]
 
     def hook(raw: Any, _: Any) -> PluginChoice:
+        if isinstance(raw, PluginChoice) and raw.group == group:
+            return raw
         if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
             msg = f"expected `name:` of a {group} plugin and its options, got {raw!r}"
             raise ValueError(msg)
         rest = {key: value for key, value in raw.items() if key != "name"}
-        options = converter.structure(rest, _find(group, raw["name"]).options)
+        try:
+            found = _find(group, raw["name"])
+        except (plugins.PluginNotFoundError, plugins.PluginError) as exc:
+            raise ConfigError([f"name: {exc.args[0]}"]) from None
+        options = converter.structure(rest, found.options)
         return PluginChoice(group=group, name=raw["name"], options=options)
 
     return hook
@@ -225,7 +231,12 @@ def structure(raw: Mapping[str, Any], cls: type[T]) -> T:
     Raises:
         ConfigError: names every mistake, each with its full path.
     """
-    return converter.structure(raw, cls)
+    try:
+        return converter.structure(raw, cls)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError) as exc:  # of the whole: not a mapping, or a rule of the class
+        raise ConfigError([str(exc)]) from None
 
 
 def unstructure(config: Any) -> Any:
@@ -248,7 +259,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *anchor`; a key beside it overrides the anchor's
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                msg = f"a key is a text, got {key!r}"
+                raise yaml.constructor.ConstructorError(None, None, msg, key_node.start_mark)
             if key in seen:
                 msg = f"key {key!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, msg, key_node.start_mark)
@@ -360,7 +376,7 @@ def _lay(
             _forget(sources, f"{path}.{key}" if path else str(key))
     for key, value in over.items():
         here = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and (value or isinstance(base.get(key), dict)):
             inner = base.get(key)
             if not isinstance(inner, dict):
                 _forget(sources, here)

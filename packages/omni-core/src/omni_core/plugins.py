@@ -139,7 +139,8 @@ class Registry:
         Raises:
             PluginNotFoundError: unknown; lists what is installed, the nearest name and the pip
                 package that usually provides it.
-            PluginError: two distributions offer the name, or the plugin is not one of this contract.
+            PluginError: two distributions offer the name, the entry point cannot be imported, or the
+                plugin is not one of this contract.
         """
         if name in self._registered:
             return self._registered[name]
@@ -147,7 +148,7 @@ class Registry:
             point = self._entry_points().get(name)
             if point is None:
                 raise PluginNotFoundError(self._unknown(name))
-            self._loaded[name] = _checked(self.group, name, point.load())
+            self._loaded[name] = _checked(self.group, name, _loaded(self.group, point))
         return self._loaded[name]
 
     def _entry_points(self) -> dict[str, EntryPoint]:
@@ -175,6 +176,14 @@ class Registry:
         return (
             f"no {self.group} plugin named {name!r}; installed: {', '.join(known) or 'none'}{hint}"
         )
+
+
+def _loaded(group: str, point: EntryPoint) -> object:
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as exc:
+        msg = f"{group}:{point.name} of {_dist(point)} ({point.value}) cannot be imported: {exc}"
+        raise PluginError(msg) from exc
 
 
 def _dist(point: EntryPoint) -> str:
