@@ -67,11 +67,22 @@ class TrainBatch(TensorRecord):
 
     @classmethod
     def of(cls, data: TrainBatch | TensorDict) -> TrainBatch:
-        """Take a batch as it is, or as `to_tensordict` laid it out."""
+        """Take a batch as it is, or as `to_tensordict` laid it out.
+
+        Raises:
+            ValueError: rows of the TensorDict were selected: select from the batch instead, which also
+                selects what is no tensor.
+        """
         if isinstance(data, TrainBatch):
             return data
         rest: tuple[Trajectory, float] = data.get("rest").data
         trajectory, denominator = rest
+        if data.batch_size[0] != trajectory.rows:
+            msg = (
+                f"a TensorDict of {data.batch_size[0]} rows came from a batch of {trajectory.rows}: "
+                "use TrainBatch.select before to_tensordict"
+            )
+            raise ValueError(msg)
         return cls(
             trajectory=attrs.evolve(
                 trajectory,

@@ -9,17 +9,35 @@ import attrs
 from omni_core import plugins
 from omni_core.algorithm import Algorithm, Policy
 from omni_core.engine import LossInputs, LossTerms
-from omni_core.options import DiffusionLossConfig
+from omni_core.options import AlgorithmConfig, DiffusionLossConfig
 
 
-@lru_cache(maxsize=32)
 def algorithm(config: DiffusionLossConfig) -> Algorithm:
-    """Build the algorithm that a loss config names (once for equal configs)."""
-    built = plugins.registry(plugins.ALGORITHMS).get(config.name).build(config.options)
+    """Build the algorithm that a loss config names (once for equal configs).
+
+    Raises:
+        PluginNotFoundError: no algorithm of that name.
+        PluginError: what it builds is no Algorithm, or its options have no hash.
+    """
+    plugin = plugins.registry(plugins.ALGORITHMS).get(config.name)
+    try:
+        hash(config.options)
+    except TypeError as exc:
+        msg = (
+            f"{plugins.ALGORITHMS}:{config.name}: options must be frozen, of hashable fields (a tuple, "
+            f"not a list): {exc}"
+        )
+        raise plugins.PluginError(msg) from None
+    built = _build(plugin, config.options)
     if not isinstance(built, Algorithm):
         msg = f"{plugins.ALGORITHMS}:{config.name} built {type(built).__name__}, not an Algorithm"
         raise plugins.PluginError(msg)
     return built
+
+
+@lru_cache(maxsize=32)
+def _build(plugin: plugins.Plugin, options: AlgorithmConfig) -> object:
+    return plugin.build(options)
 
 
 def diffusion_loss(config: DiffusionLossConfig, inputs: LossInputs) -> LossTerms:

@@ -70,18 +70,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def join(values: Sequence[Any], name: str) -> Any:
     """Concatenate tensors, mappings of tensors or records along their first axis.
 
+    Plain data is kept where it is the same in all parts.
+
     Raises:
-        ValueError: the parts differ in kind, keys or shape beyond the first axis; names *name*.
+        ValueError: the parts differ in kind, keys, dtype, shape beyond the first axis or plain data;
+            names *name*.
     """
     first = values[0]
-    if first is None:
-        if any(value is not None for value in values):
-            msg = f"{name}: some parts have it and some do not"
-            raise ValueError(msg)
-        return None
+    if any((value is None) != (first is None) for value in values):
+        msg = f"{name}: some parts have it and some do not"
+        raise ValueError(msg)
     if isinstance(first, Tensor):
-        if any(value.shape[1:] != first.shape[1:] for value in values):
-            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        kinds = [(tuple(value.shape[1:]), value.dtype) for value in values]
+        if any(kind != kinds[0] for kind in kinds):
+            shapes = ", ".join(f"{tuple(value.shape)} {value.dtype}" for value in values)
             msg = f"{name}: cannot join shapes {shapes}"
             raise ValueError(msg)
         return torch.cat(list(values))
@@ -92,8 +94,10 @@ def join(values: Sequence[Any], name: str) -> Any:
         return {key: join([value[key] for value in values], f"{name}[{key}]") for key in first}
     if isinstance(first, TensorRecord):
         return type(first).concat(values)
-    msg = f"{name}: cannot join {type(first).__name__}"
-    raise ValueError(msg)
+    if any(value != first for value in values):
+        msg = f"{name}: parts differ: {', '.join(repr(value) for value in values)}"
+        raise ValueError(msg)
+    return first
 
 
 @attrs.frozen(kw_only=True, eq=False)

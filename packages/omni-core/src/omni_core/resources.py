@@ -21,7 +21,7 @@ def resolve(path: str, *, relative_to: Path | None = None) -> Path:
     """
     if path.startswith(PREFIX):
         module, _, rest = path.removeprefix(PREFIX).partition("/")
-        if not module or importlib.util.find_spec(module) is None:
+        if not module or not _is_installed(module):
             package = module.replace("_", "-") or "?"
             msg = f"{path!r}: package {module!r} is not installed; `pip install {package}` may provide it"
             raise FileNotFoundError(msg)
@@ -32,3 +32,10 @@ def resolve(path: str, *, relative_to: Path | None = None) -> Path:
         msg = f"{path!r} does not exist (looked for {found.absolute()})"
         raise FileNotFoundError(msg)
     return found
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent that is missing, or no name of a module
+        return False

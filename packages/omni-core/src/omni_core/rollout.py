@@ -176,8 +176,12 @@ class BaseRollout(ABC):
         while not self.done(handle):
             finished = self.poll(handle)
             if finished:
+                try:
+                    yield from finished
+                except GeneratorExit:  # the reader wants no more
+                    self.cancel(handle)
+                    raise
                 last = time.monotonic()
-                yield from finished
             elif timeout is not None and time.monotonic() - last > timeout:
                 self.cancel(handle)
                 msg = f"no trajectory in {timeout} s; {handle.requests} requests were submitted"

@@ -172,16 +172,6 @@ class Media(TensorRecord):
     audio_rate: int | None = None
     """Samples a second."""
 
-    @classmethod
-    def concat(cls, parts: Sequence[Media]) -> Media:
-        """Join media of the same kinds (and audio of the same rate)."""
-        if len({part.audio_rate for part in parts}) != 1:
-            msg = f"Media.concat: audio rates differ: {[part.audio_rate for part in parts]}"
-            raise ValueError(msg)
-        names = ("image", "video", "audio")
-        joined = {n: join([getattr(p, n) for p in parts], f"Media.{n}") for n in names}
-        return Media(**joined, audio_rate=parts[0].audio_rate)
-
 
 @attrs.frozen(kw_only=True)
 class TrajectoryInfo:

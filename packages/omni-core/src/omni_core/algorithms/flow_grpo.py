@@ -49,6 +49,12 @@ class FlowGRPO(Algorithm):
         else:
             low, high = self.options.window_range or (0, max(schedule.num_steps // 2, 1))
             last = min(high, schedule.num_steps - 1) - size
+            if last < low:
+                msg = (
+                    f"algorithm.window_size: {size} steps do not fit into [{low}, {high}) of "
+                    f"{schedule.num_steps} steps, of which the last is never stochastic"
+                )
+                raise ValueError(msg)
             start = random.Random(derive_seed("window", seed)).randint(low, last)
             stop = start + size
         schedule.check_window(start, stop, where="algorithm.window_range")
