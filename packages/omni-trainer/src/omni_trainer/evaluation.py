@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from omni_core.config import converter
 from omni_core.options import OnRewardError
 from omni_core.reward import RewardResult
 from omni_core.trajectory import SamplingSpec
@@ -47,6 +48,8 @@ class PromptScores:
     unscored: int
     details: Mapping[str, float]
     """Means over the scored samples."""
+    seeds: tuple[int, ...] = ()
+    """Of all samples, in order: what draws them again."""
 
     @property
     def mean(self) -> float:
@@ -116,17 +119,26 @@ class Evaluator:
         """
         started = time.perf_counter()
         prompts: list[PromptScores] = []
-        shown: list[Any] = []
+        shown: list[Pictures] = []
         for rows in self._waves():
-            samples = self._sample(rows, weight_version)
-            left = self.config.grid_prompts - len(prompts)
-            if left > 0:
-                shown += self._pictures(samples, left)
-            prompts += _scores(samples)
-            self.group.free([source.ref for source in samples.sources])
+            scores, pictures = self._wave(
+                rows, weight_version, self.config.grid_prompts - len(shown)
+            )
+            prompts += scores
+            shown += pictures
         seconds = time.perf_counter() - started
-        pictures = np.stack(shown) if shown else None
-        return Evaluation(step=step, prompts=tuple(prompts), seconds=seconds), pictures
+        stacked = np.stack(shown) if shown else None
+        return Evaluation(step=step, prompts=tuple(prompts), seconds=seconds), stacked
+
+    def _wave(
+        self, rows: tuple[PromptRow, ...], weight_version: int | None, pictures: int
+    ) -> tuple[list[PromptScores], list[Pictures]]:
+        """Evaluate some prompts; their samples are let go before the next ones."""
+        samples = self._sample(rows, weight_version)
+        keys = [(request.group_id, 0) for request in samples.plan.requests[:pictures]]
+        places = [samples.places[key] for key in keys]
+        shown = pick_pictures(self.group, samples, places) if places else []
+        return _scores(samples), shown
 
     def _waves(self) -> Iterator[tuple[PromptRow, ...]]:
         size = max(self.config.batch_size // self.config.samples_per_prompt, 1)
@@ -157,10 +169,6 @@ class Evaluator:
             require_scores(samples)
         return samples
 
-    def _pictures(self, samples: Samples, count: int) -> list[Pictures]:
-        places = [samples.places[r.group_id, 0] for r in samples.plan.requests[:count]]
-        return pick_pictures(self.group, samples, places)
-
 
 def pick_pictures(
     group: WorkerGroup, samples: Samples, places: Sequence[tuple[int, int]]
@@ -179,11 +187,14 @@ def _scores(samples: Samples) -> list[PromptScores]:
             for sample in request.samples
             if (request.group_id, sample.k) in samples.results
         ]
-        found.append(_prompt_scores(row, results))
+        seeds = tuple(sample.seed for sample in request.samples)
+        found.append(_prompt_scores(row, results, seeds))
     return found
 
 
-def _prompt_scores(row: PromptRow, results: Sequence[RewardResult]) -> PromptScores:
+def _prompt_scores(
+    row: PromptRow, results: Sequence[RewardResult], seeds: tuple[int, ...]
+) -> PromptScores:
     scored = [result for result in results if result.ok]
     return PromptScores(
         row_id=row.row_id,
@@ -192,6 +203,7 @@ def _prompt_scores(row: PromptRow, results: Sequence[RewardResult]) -> PromptSco
         rewards=tuple(result.value for result in scored),
         unscored=len(results) - len(scored),
         details=detail_means(scored),
+        seeds=seeds,
     )
 
 
@@ -216,10 +228,8 @@ def load_evaluation(directory: Path, step: int) -> tuple[Evaluation, Pictures | 
     path = evaluation_path(directory, step)
     if not path.is_file():
         return None
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    prompts = tuple(
-        PromptScores(**{**prompt, "rewards": tuple(prompt["rewards"])}) for prompt in raw["prompts"]
-    )
+    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    prompts = tuple(converter.structure(prompt, PromptScores) for prompt in raw["prompts"])
     beside = path.with_suffix(".npy")
     pictures = np.load(beside, allow_pickle=False) if beside.is_file() else None
     return Evaluation(step=raw["step"], prompts=prompts, seconds=raw["seconds"]), pictures

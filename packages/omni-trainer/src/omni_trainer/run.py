@@ -12,7 +12,8 @@ from omni_core import config as core
 from omni_trainer.assembly import Prompts, loaded, make_evaluator, read_prompts, started
 from omni_trainer.checkpoints import Checkpoint
 from omni_trainer.config import ResumeMode, RunConfig
-from omni_trainer.evaluation import Evaluation
+from omni_trainer.evaluation import Evaluation, load_evaluation
+from omni_trainer.export_card import write_card
 from omni_trainer.group import WorkerError, WorkerGroup
 from omni_trainer.run_directory import RunDirectory, write_json
 from omni_trainer.summary import EXPORTED, RunSummary, summarise
@@ -90,6 +91,7 @@ def _export(config: RunConfig, run: RunDirectory, group: WorkerGroup) -> None:
     if config.model.lora is not None:
         run.export.mkdir(exist_ok=True)
         written: Path = group.broadcast("export_adapter", run.export.absolute())[0]
+        write_card(run.export, config, load_evaluation(run.evaluations, config.trainer.steps))
         place = str(written.relative_to(run.path.absolute()))
         write_json(run.path / EXPORTED, {"adapter": place})
 
@@ -129,4 +131,8 @@ def export_run(run_dir: Path, *, step: int | None = None, output: Path | None = 
     target.mkdir(parents=True, exist_ok=True)
     with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
         path: Path = group.broadcast("export_adapter", target.absolute())[0]
+    write_card(target, config, load_evaluation(run.evaluations, checkpoint.step))
     return path
+
+
+__all__ = ["RunSummary", "evaluate_run", "export_run", "run_training"]

@@ -13,7 +13,7 @@ from omni_trainer.config import load_run
 
 if TYPE_CHECKING:
     from omni_trainer.evaluation import Evaluation
-    from omni_trainer.run import RunSummary
+    from omni_trainer.summary import RunSummary
 
 OK, INTERRUPTED = 0, 130
 

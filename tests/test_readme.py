@@ -1,0 +1,52 @@
+"""The README's script, run as it stands on what a run left behind."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from omni_core import resources
+from omni_trainer.config import load_run
+from omni_trainer.run import run_training
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps of the smoke recipe, at a rate at which two steps show."""
+    folder = tmp_path_factory.mktemp("readme") / "run"
+    loaded = load_run("smoke", ["optimizer.lr=1e-2", "rollout.sampling.num_inference_steps=6"])
+    run_training(loaded.config, run_dir=folder)
+    return folder
+
+
+def test_case_22_the_script_draws_the_trainers_own_pictures(run, tmp_path):
+    (script,) = PYTHON.findall((ROOT / "README.md").read_text())
+    path = tmp_path / "pictures.py"
+    path.write_text(script)
+    model = resources.resolve("package:omni_configs/tiny_signs")
+
+    subprocess.run(
+        [sys.executable, path, run / "export", model],
+        check=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+    before, after = (np.load(run / f"evaluations/step-{step:06d}.npy") for step in (0, 2))
+    files = [run / f"export/picture-{number}.png" for number in range(len(after))]
+    drawn = np.stack([np.asarray(Image.open(file)) for file in files])
+    # Another batch size moves a value by one unit in the last place, hence a pixel by one level.
+    assert difference(drawn, after) <= 1
+    assert difference(drawn, before) > 20
+
+
+def difference(first, second) -> int:
+    return int(np.abs(first.astype(int) - second.astype(int)).max())
