@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import attrs
@@ -22,7 +23,11 @@ from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.run_directory import RunDirectory
-from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
+from omni_trainer.workers.actor_rollout_ref import (
+    ActorRolloutRefConfig,
+    ActorRolloutRefWorker,
+    RankFacts,
+)
 from omni_trainer.workers.process import Place
 from omni_trainer.workers.reward import RewardWorker, build_reward
 
@@ -48,17 +53,27 @@ class Parts:
 
 
 @contextmanager
-def started(
-    config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
-) -> Iterator[Parts]:
-    """Start workers, scorers and trackers of a run, and end them."""
+def workers(config: RunConfig) -> Iterator[tuple[WorkerGroup, RewardPool, list[RankFacts]]]:
+    """Start ranks and scorers, which load their models at the same time, and end them."""
     with ExitStack() as stack:
         group, pool = make_workers(config)
         stack.callback(group.shutdown)
         stack.callback(pool.close)
         group.start()
-        pool.start()
-        facts = group.broadcast("init_model")
+        with ThreadPoolExecutor(1) as beside:
+            scorers = beside.submit(pool.start)
+            facts: list[RankFacts] = group.broadcast("init_model")
+            scorers.result()
+        yield group, pool, facts
+
+
+@contextmanager
+def started(
+    config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
+) -> Iterator[Parts]:
+    """Start workers, scorers and trackers of a run, and end them."""
+    with ExitStack() as stack:
+        group, pool, facts = stack.enter_context(workers(config))
         evaluator = make_evaluator(config, prompts, group, pool)
         done = 0 if checkpoint is None else checkpoint.step
         progress = stack.enter_context(Progress(config.trainer.steps, done=done))
@@ -196,14 +211,8 @@ def make_workers(config: RunConfig) -> tuple[WorkerGroup, RewardPool]:
 @contextmanager
 def loaded(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[WorkerGroup, RewardPool]]:
     """Start the workers of a run with the weights of a checkpoint."""
-    with ExitStack() as stack:
-        group, pool = make_workers(config)
-        stack.callback(group.shutdown)
-        stack.callback(pool.close)
-        group.start()
-        pool.start()
-        group.broadcast("init_model")
-        workers = checkpoint.state()["workers"]
-        states = workers if len(workers) == group.size else [workers[0]] * group.size
+    with workers(config) as (group, pool, _):
+        saved = checkpoint.state()["workers"]
+        states = saved if len(saved) == group.size else [saved[0]] * group.size
         group.scatter("load_checkpoint", [(checkpoint.directory, own) for own in states])
         yield group, pool

@@ -50,7 +50,10 @@ class Streamed:
 
 
 class WorkerGroup(ABC):
-    """Workers of one role. `start` first, `shutdown` last, also after an error."""
+    """Workers of one role. `start` first, `shutdown` last, also after an error.
+
+    An object that was streamed lives as long as somebody holds its reference.
+    """
 
     role: str
     size: int
@@ -90,10 +93,6 @@ class WorkerGroup(ABC):
     @abstractmethod
     def get(self, ref: Ref) -> Any:
         """Bring an object to the driver."""
-
-    def free(self, refs: Sequence[Ref]) -> None:
-        """Say that nobody needs the objects any more."""
-        del refs
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -80,18 +80,21 @@ class Trainer:
             self.report()
         while self.step < self.config.trainer.steps:
             with self.timed("step"):
-                samples = self.sample()
-                scored = score_step(samples, self.algorithm, self.config.reward_on_error)
-                self.metrics.update(scored.metrics)
-                self.watch(samples)
-                self.update(samples, scored)
-                self.group.free([source.ref for source in samples.sources])
+                self.train()
             self.step += 1
             if self.due(self.config.evaluation.every):
                 self.validate()
             self.report()
             if self.due(self.config.checkpoint.every):
                 self.save()
+
+    def train(self) -> None:
+        """Take one step; its samples are let go when it is done."""
+        samples = self.sample()
+        scored = score_step(samples, self.algorithm, self.config.reward_on_error)
+        self.metrics |= scored.metrics
+        self.watch(samples)
+        self.update(samples, scored)
 
     def sample(self) -> Samples:
         """Sample the next prompts, scoring while sampling goes on."""

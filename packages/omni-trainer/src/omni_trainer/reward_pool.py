@@ -86,7 +86,7 @@ class LocalRewardPool(RewardPool):
     def _score(self, trajectory: Any, inputs: Sequence[RewardInput]) -> list[RewardResult]:
         rank, worker = self._idle.get()
         try:
-            found: list[RewardResult] = worker.score(trajectory, inputs)
+            found: list[RewardResult] = worker.score(inputs, trajectory)
         except Exception as exc:
             raise failure(ROLE, rank, exc, "score") from exc
         finally:

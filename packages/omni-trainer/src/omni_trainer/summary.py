@@ -15,7 +15,6 @@ from omni_trainer.reporting.jsonl import read_metrics
 from omni_trainer.reporting.plot import plot_reward
 from omni_trainer.run_directory import RunDirectory
 
-
 EXPORTED = "exported.json"
 """File of a run directory that says where its exported adapter is."""
 

@@ -38,7 +38,7 @@ class RewardWorker:
             torch.manual_seed(derive_seed("reward", seed))
         self.scorer.setup()
 
-    def score(self, trajectory: Trajectory, inputs: Sequence[RewardInput]) -> list[RewardResult]:
+    def score(self, inputs: Sequence[RewardInput], trajectory: Trajectory) -> list[RewardResult]:
         """Score every row, in order.
 
         Raises:
