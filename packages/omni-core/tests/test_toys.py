@@ -356,6 +356,17 @@ def test_a_stream_that_gives_nothing_times_out_and_is_cancelled() -> None:
     assert len(rollout.generate(requests_for(spec()))) == 3
 
 
+def test_a_reader_that_stops_cancels_the_rest() -> None:
+    rollout = make_rollout(make_engine())
+    stream = rollout.stream(requests_for(spec()))
+    first = next(stream)
+    stream.close()
+    assert first.rows == 2
+    assert rollout._jobs == {}
+    assert rollout._queue == []
+    assert len(rollout.generate(requests_for(spec()))) == 3
+
+
 def test_a_shared_rollout_acknowledges_what_it_has_and_refuses_anything_else() -> None:
     engine = make_engine(optimizer=OptimizerConfig())
     rollout = make_rollout(engine)
