@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import attrs
 import structlog
@@ -56,12 +56,13 @@ class Parts:
 def workers(config: RunConfig) -> Iterator[tuple[WorkerGroup, RewardPool, list[RankFacts]]]:
     """Start ranks and scorers, which load their models at the same time, and end them."""
     with ExitStack() as stack:
-        group, pool = make_workers(config)
+        session, group, pool = make_workers(config)
+        stack.enter_context(session)
         stack.callback(group.shutdown)
         stack.callback(pool.close)
-        group.start()
         with ThreadPoolExecutor(1) as beside:
             scorers = beside.submit(pool.start)
+            group.start()
             facts: list[RankFacts] = group.broadcast("init_model")
             scorers.result()
         yield group, pool, facts
@@ -189,8 +190,10 @@ def worker_config(config: RunConfig) -> ActorRolloutRefConfig:
     )
 
 
-def make_workers(config: RunConfig) -> tuple[WorkerGroup, RewardPool]:
-    """Make ranks and scorers where the config puts them; none is started."""
+def make_workers(
+    config: RunConfig,
+) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
+    """Make ranks and scorers where the config puts them, and the session that they live in."""
     if config.trainer.backend is Backend.RAY:
         from omni_trainer.rpc import ray_workers
 
@@ -198,14 +201,14 @@ def make_workers(config: RunConfig) -> tuple[WorkerGroup, RewardPool]:
     place = Place(threads=config.trainer.threads)
     group = LocalGroup(lambda: ActorRolloutRefWorker(worker_config(config), place=place))
     if config.reward is None:
-        return group, NoRewards()
+        return nullcontext(), group, NoRewards()
     name, options = config.reward.name, config.reward.options
     pool = LocalRewardPool(
         lambda: RewardWorker(name, options),
         workers=options.workers,
         overlap=config.trainer.overlap_rewards,
     )
-    return group, pool
+    return nullcontext(), group, pool
 
 
 @contextmanager

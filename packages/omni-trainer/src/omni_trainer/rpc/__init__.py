@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from omni_trainer.rpc import environment
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from omni_trainer.config import RunConfig
     from omni_trainer.group import WorkerGroup
     from omni_trainer.reward_pool import RewardPool
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 environment.prepare()
 
 
-def ray_workers(config: RunConfig, worker: ActorRolloutRefConfig) -> tuple[WorkerGroup, RewardPool]:
-    """Describe ranks and scorers of a run on Ray; none is started.
+def ray_workers(
+    config: RunConfig, worker: ActorRolloutRefConfig
+) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
+    """Describe session, ranks and scorers of a run on Ray; none is started.
 
     Raises:
         ModuleNotFoundError: the extra `ray` is not installed.

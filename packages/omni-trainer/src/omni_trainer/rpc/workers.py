@@ -1,9 +1,10 @@
-"""Ranks and scorers of a run on Ray, its resources checked first."""
+"""Ranks and scorers of a run on Ray, within a session that has checked that they fit."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import ray
 
@@ -14,47 +15,26 @@ from omni_trainer.reward_pool import NoRewards, RewardPool
 from omni_trainer.rpc import cluster
 from omni_trainer.rpc.environment import ADDRESS
 from omni_trainer.rpc.ray_group import RankWorker, RayGroup
-from omni_trainer.rpc.resources import wait_for_resources
+from omni_trainer.rpc.resources import Demand, wait_for_resources
 from omni_trainer.rpc.reward_pool import RayRewardPool
 from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
 
 
-class RayRanks(RayGroup):
-    """The ranks of a run: connects Ray, and checks that ranks and scorers fit before one starts."""
+@contextmanager
+def session(demands: Sequence[Demand], *, timeout: float) -> Iterator[None]:
+    """Connect Ray, check that everything fits before any of it starts, and disconnect at the end.
 
-    def __init__(self, config: RunConfig, worker: ActorRolloutRefConfig) -> None:
-        trainer = config.trainer
-        super().__init__(
-            RankWorker(ActorRolloutRefWorker, worker),
-            size=trainer.ranks,
-            resources=rank_resources(config),
-            threads=trainer.threads,
-            start_timeout=trainer.start_timeout,
-        )
-        self.config = config
-        self.others: list[Any] = []
-        """Demands of other roles that have to fit beside the ranks."""
-        self._connected = False
-
-    def start(self) -> None:
-        """Connect, check, start."""
-        trainer = self.config.trainer
-        alone = not os.environ.get(ADDRESS) and not ray.is_initialized()
-        self._connected = cluster.connect()
-        wait_for_resources(
-            [self.demand, *self.others],
-            cluster.available,
-            timeout=trainer.start_timeout,
-            can_grow=not alone,
-        )
-        super().start()
-
-    def shutdown(self) -> None:
-        """End the ranks, and Ray if it was started for them."""
-        super().shutdown()
-        if self._connected:
+    Raises:
+        ResourceError: it does not fit within *timeout* seconds; a table says what is missing.
+    """
+    grows = bool(os.environ.get(ADDRESS)) or ray.is_initialized()
+    connected = cluster.connect()
+    try:
+        wait_for_resources(demands, cluster.available, timeout=timeout, can_grow=grows)
+        yield
+    finally:
+        if connected:
             ray.shutdown()
-            self._connected = False
 
 
 def rank_resources(config: RunConfig) -> dict[str, float]:
@@ -70,17 +50,26 @@ def rank_resources(config: RunConfig) -> dict[str, float]:
 
 def describe_workers(
     config: RunConfig, worker: ActorRolloutRefConfig
-) -> tuple[WorkerGroup, RewardPool]:
-    """Describe ranks and scorers of a run; none is started."""
-    group = RayRanks(config, worker)
-    if config.reward is None:
-        return group, NoRewards()
-    pool = RayRewardPool(
-        config.reward.name,
-        config.reward.options,
-        seed=config.seeds.reward,
-        resources={"CPU": config.trainer.cpus_per_scorer},
-        start_timeout=config.trainer.start_timeout,
+) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
+    """Describe the session, the ranks and the scorers of a run; none is started."""
+    trainer = config.trainer
+    group = RayGroup(
+        RankWorker(ActorRolloutRefWorker, worker),
+        size=trainer.ranks,
+        resources=rank_resources(config),
+        threads=trainer.threads,
+        start_timeout=trainer.start_timeout,
     )
-    group.others.append(pool.group.demand)
-    return group, pool
+    demands = [group.demand]
+    pool: RewardPool = NoRewards()
+    if config.reward is not None:
+        scorers = RayRewardPool(
+            config.reward.name,
+            config.reward.options,
+            seed=config.seeds.reward,
+            resources={"CPU": trainer.cpus_per_scorer},
+            start_timeout=trainer.start_timeout,
+        )
+        demands.append(scorers.group.demand)
+        pool = scorers
+    return session(demands, timeout=trainer.start_timeout), group, pool
