@@ -95,14 +95,14 @@ RunRanks = Callable[..., list[str]]
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """Run a script of tests/ranks on several processes over gloo.
+    """Run a script of tests/rank_scripts on several processes over gloo.
 
-    `run_ranks(name, *args, ranks=2, seconds=60)` gives every rank's standard output; a rank that
-    fails or is late fails the test with what it wrote.
+    `run_ranks(name, *args, ranks=2, seconds=60)` gives the last line that every rank printed; a
+    rank that fails or is late fails the test with what it wrote.
     """
 
     def run(name: str, *args: object, ranks: int = 2, seconds: float = 60.0) -> list[str]:
-        script = Path(__file__).parent / "ranks" / f"{name}.py"
+        script = Path(__file__).parent / "rank_scripts" / f"{name}.py"
         store = tmp_path / f"store-{time.monotonic_ns()}"
         logs = [tmp_path / f"{store.name}-{rank}.log" for rank in range(ranks)]
         processes = []
@@ -133,9 +133,9 @@ def run_ranks(tmp_path: Path) -> RunRanks:
                 except subprocess.TimeoutExpired:
                     failed.append(f"rank {rank} was not done after {seconds} s")
                     continue
-                outputs.append(output)
+                outputs.append((output.splitlines() or [""])[-1])
                 if process.returncode:
-                    failed.append(f"rank {rank} ended with {process.returncode}: {output}")
+                    failed.append(f"rank {rank} ended with {process.returncode}: {output[-500:]}")
         finally:
             for process in processes:
                 process.kill()

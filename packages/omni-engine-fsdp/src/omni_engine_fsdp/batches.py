@@ -106,7 +106,7 @@ def _most_rows(rows: dict[Likeness, list[Row]], group: Any | None) -> dict[Liken
         return counts
     said = json.dumps([[likeness.to_text(), count] for likeness, count in counts.items()])
     most: dict[Likeness, int] = {}
-    for text in call_plan.gather_text(said, group):
+    for text in call_plan.gather_text(said, group, phase="sample"):
         for name, count in json.loads(text):
             likeness = Likeness.of_text(name)
             most[likeness] = max(most.get(likeness, 0), count)

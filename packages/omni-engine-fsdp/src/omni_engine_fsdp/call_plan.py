@@ -11,12 +11,14 @@ common count with dummy rows of weight 0.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class CallPlanError(RuntimeError):
@@ -59,51 +61,72 @@ def agree(plan: CallPlan, group: Any | None) -> None:
     Raises:
         CallPlanError: they differ, on every rank, with every rank's plan.
     """
-    size = group_size(group)
-    if size == 1:
-        return
-    said = plan.describe()
-    digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
-    mine = torch.tensor([digest], dtype=torch.int64)
-    found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, group=group)
-    if all(torch.equal(other, mine) for other in found):
-        return
-    plans = gather_text(said, group)
-    lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(plans))
-    raise CallPlanError(f"ranks were about to make different calls:\n{lines}")
+    _exchange(plan.describe(), b"", group)
 
 
-def common_counts(counts: Sequence[int], group: Any | None) -> tuple[int, ...]:
+def common_counts(
+    counts: Sequence[int], group: Any | None, *, phase: str = "counts"
+) -> tuple[int, ...]:
     """The largest of each count over the ranks: what every rank fills up to. A collective.
 
-    All ranks give equally many counts.
+    Args:
+        counts: Equally many on every rank.
+        group: See above.
+        phase: What is counted for.
+
+    Raises:
+        CallPlanError: ranks are in different phases.
     """
     if group_size(group) == 1:
         return tuple(counts)
-    largest = torch.tensor(list(counts), dtype=torch.int64)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return tuple(largest.tolist())
+    tag = f"{phase}: agreeing on {len(counts)} counts"
+    found = _exchange(tag, json.dumps(list(counts)).encode(), group)
+    return tuple(max(each) for each in zip(*map(json.loads, found), strict=True))
 
 
-def common_count(count: int, group: Any | None) -> int:
-    """The largest count over the ranks. A collective."""
-    return common_counts([count], group)[0]
+def common_count(count: int, group: Any | None, *, phase: str = "counts") -> int:
+    """The largest count over the ranks. A collective; see `common_counts`."""
+    return common_counts([count], group, phase=phase)[0]
 
 
-def gather_text(text: str, group: Any | None) -> list[str]:
-    """Every rank's text, by rank. A collective; texts may differ in length."""
-    if group_size(group) == 1:
-        return [text]
-    data = text.encode()
-    longest = common_count(len(data), group)
-    sent = torch.zeros(longest + 8, dtype=torch.uint8)
-    framed = len(data).to_bytes(8, "big") + data
-    sent[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-    found = [torch.empty_like(sent) for _ in range(group_size(group))]
-    dist.all_gather(found, sent, group=group)
-    texts = []
-    for received in found:
-        raw = bytes(received.tolist())
-        texts.append(raw[8 : 8 + int.from_bytes(raw[:8], "big")].decode())
-    return texts
+def gather_text(text: str, group: Any | None, *, phase: str = "text") -> list[str]:
+    """Every rank's text, by rank. A collective; texts may differ in length.
+
+    Raises:
+        CallPlanError: ranks are in different phases.
+    """
+    found = _exchange(f"{phase}: exchanging texts", text.encode(), group)
+    return [received.decode() for received in found]
+
+
+def _exchange(tag: str, data: bytes, group: Any | None) -> list[bytes]:
+    """Every rank's data, if all of them give the same tag.
+
+    Whatever ranks agree on begins with one gather of the same size: ranks in different phases meet
+    there and fail, instead of waiting in collectives that do not fit.
+    """
+    size = group_size(group)
+    if size == 1:
+        return [data]
+    digest = hashlib.blake2b(tag.encode(), digest_size=7).digest()
+    said = tag.encode()
+    header = [int.from_bytes(digest, "big"), len(said), len(data)]
+    found = _gather(torch.tensor(header, dtype=torch.int64), group)
+    digests, tag_lengths, lengths = torch.stack(found).T.tolist()
+    if len(set(digests)) > 1:
+        tags = _gather_bytes(said, tag_lengths, group)
+        lines = "\n".join(f"  rank {rank}: {each.decode()}" for rank, each in enumerate(tags))
+        raise CallPlanError(f"ranks were about to make different calls:\n{lines}")
+    return _gather_bytes(data, lengths, group) if any(lengths) else [b""] * size
+
+
+def _gather_bytes(data: bytes, lengths: Sequence[int], group: Any) -> list[bytes]:
+    padded = data.ljust(max(lengths), b"\0")
+    found = _gather(torch.frombuffer(bytearray(padded), dtype=torch.uint8), group)
+    return [bytes(each.tolist())[:length] for each, length in zip(found, lengths, strict=True)]
+
+
+def _gather(mine: Tensor, group: Any) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(group_size(group))]
+    dist.all_gather(found, mine, group=group)
+    return found
