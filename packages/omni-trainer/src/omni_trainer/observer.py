@@ -54,7 +54,8 @@ class Observer:
         log.info("step.done", step=step, **metrics)
         if step:
             samples = self.config.rows_per_step
-            self.progress.step(step, reward=metrics.get("reward/mean"), samples=samples)
+            reward, seconds = metrics.get("reward/mean"), metrics.get("time/step")
+            self.progress.step(step, reward=reward, samples=samples, seconds=seconds)
 
     def samples(self, step: int, samples: Samples, group: WorkerGroup) -> None:
         """Show one sample of each group, where a grid is due."""
