@@ -14,7 +14,8 @@ import attrs
 from torch import Tensor
 
 from omni_core.advantages import GroupAdvantages
-from omni_core.engine import LossInputs, LossTerms
+from omni_core.choices import PredictionGuidance as PredictionGuidance
+from omni_core.engine import LossTerms
 from omni_core.options import AlgorithmConfig
 from omni_core.schedule import FlowMatchSchedule
 
@@ -27,13 +28,6 @@ class Policy(enum.StrEnum):
     REFERENCE = "reference"
     TEACHER = "teacher"
     EMA = "ema"
-
-
-class PredictionGuidance(enum.StrEnum):
-    """Under which guidance."""
-
-    NONE = "none"
-    AS_ROLLOUT = "as_rollout"
 
 
 class Timesteps(enum.StrEnum):
@@ -86,8 +80,13 @@ class Algorithm(ABC):
         return (Prediction(),)
 
     @property
+    def needs_noise(self) -> bool:
+        """Whether the loss looks at the noise of the rollout's own steps (`LossInputs.noise`)."""
+        return False
+
+    @property
     def adapters(self) -> tuple[str, ...]:
-        """Named policy adapters that must exist."""
+        """Named policy adapters that must exist; all start equal to `default`."""
         return ("default",)
 
     @abstractmethod
@@ -109,12 +108,48 @@ class Algorithm(ABC):
     ) -> GroupAdvantages:
         """Turn rewards [B] into advantages [B]; *valid* [B] is false where a row has no score."""
 
+    @property
+    def shares_draws(self) -> bool:
+        """Whether all rows of a unit are noised by the same noise to the same sigmas (drawn timesteps)."""
+        return False
+
+    def units(
+        self, advantages: Tensor, group_ids: Sequence[str], valid: Tensor
+    ) -> tuple[tuple[int, ...], ...]:
+        """Say which rows a loss has to see together: a unit is never cut by a micro-batch.
+
+        Args:
+            advantages: [B], as `advantages` returned them.
+            group_ids: One for each row.
+            valid: bool [B], False where a row has no score.
+
+        Returns:
+            Rows of each unit. A row that is in none is not trained. By default every scored row is a
+            unit of its own.
+        """
+        del advantages, group_ids
+        return tuple((row,) for row, ok in enumerate(valid.tolist()) if ok)
+
     @abstractmethod
-    def loss(self, inputs: LossInputs) -> LossTerms:
-        """Return one term for each (sample, step) row."""
+    def loss(self, inputs: Any) -> LossTerms:
+        """Return one term for each row.
+
+        Args:
+            inputs: `LossInputs`, (sample, step) rows, for `model_type` diffusion;
+                `forward_process.ForwardLossInputs`, (sample, sigma) rows, for diffusion_forward.
+        """
 
     def after_update(self, adapters: AdapterOperations, *, optimizer_step: int) -> None:
-        """Do what follows an optimizer step: copies and moving averages of adapters."""
+        """Do what follows an optimizer step: copies and moving averages of adapters.
+
+        Args:
+            adapters: What can be done.
+            optimizer_step: Optimizer steps taken so far.
+        """
+        del adapters, optimizer_step
+
+    def after_rollout(self, adapters: AdapterOperations, *, optimizer_step: int) -> None:
+        """Do what follows the last optimizer step that a rollout is cut into; see `after_update`."""
         del adapters, optimizer_step
 
     def unsupported(self, model: ModelFacts) -> str | None:

@@ -112,6 +112,11 @@ class LossInputs:
     """Of the policy being trained, with its graph."""
     reference: StepPrediction | None = None
     """Of the frozen reference, where the loss asked for it (see `needs_reference`)."""
+    teacher: StepPrediction | None = None
+    """Of the row's own teacher, where the loss asked for it."""
+    noise: Latents | None = None
+    """modality -> [M, ...]: what the rollout drew these steps with, where the loss asked for it (see
+    `needs_noise`)."""
     old_log_probs: Tensor
     """[M], of the policy that sampled."""
     advantages: Tensor
@@ -132,14 +137,20 @@ class LossTerms:
     """Name -> [M] values without graph, averaged over the rows that count."""
 
 
-LossFunction = Callable[[LossInputs], LossTerms]
-"""Any callable. One that looks at the reference says so by an attribute `needs_reference = True`, as
-`omni_core.losses.ConfiguredLoss` does."""
+LossFunction = Callable[[Any], LossTerms]
+"""Any callable: of `LossInputs` for engines of model type diffusion, of
+`forward_process.ForwardLossInputs` for diffusion_forward. One that looks at the reference says so by an
+attribute `needs_reference = True`, as `omni_core.losses.ConfiguredLoss` does; likewise `needs_noise`."""
 
 
 def needs_reference(loss: LossFunction | None) -> bool:
     """Whether an engine has to fill `LossInputs.reference` for *loss* (one more forward, no graph)."""
     return bool(getattr(loss, "needs_reference", False))
+
+
+def needs_noise(loss: LossFunction | None) -> bool:
+    """Whether an engine has to fill `LossInputs.noise` for *loss* (from the samples' seeds)."""
+    return bool(getattr(loss, "needs_noise", False))
 
 
 @attrs.frozen(kw_only=True, eq=False)

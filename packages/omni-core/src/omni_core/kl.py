@@ -39,7 +39,7 @@ def gaussian_kl(
     Raises:
         ValueError: modalities or shapes that differ, or `flow_grpo` without dt.
     """
-    squared = row_mean(_squared_differences(mean, mean_ref))
+    squared = row_mean(squared_differences(mean, mean_ref))
     if std.shape != squared.shape:
         raise ValueError(f"std must be {tuple(squared.shape)}, got {tuple(std.shape)}")
     exact = squared / (2.0 * std.square())
@@ -81,12 +81,17 @@ def velocity_kl(
     )
     if not noise_level > 0.0 or StepKind.parse(kind) is StepKind.ODE:
         raise ValueError("a deterministic step has no KL")
-    squared = row_mean(_squared_differences(velocity, velocity_ref))
+    squared = row_mean(squared_differences(velocity, velocity_ref))
     factor = 0.5 * (coefficients.velocity / coefficients.std).square()
     return squared * factor.to(squared)
 
 
-def _squared_differences(ours: Latents, theirs: Latents) -> dict[str, Tensor]:
+def squared_differences(ours: Latents, theirs: Latents) -> dict[str, Tensor]:
+    """(ours - theirs)^2, modality by modality, in the working dtype of both.
+
+    Raises:
+        ValueError: modalities or shapes that differ.
+    """
     if set(ours) != set(theirs):
         raise ValueError(f"modalities differ: {sorted(ours)} and {sorted(theirs)}")
     dtype = working_dtype(ours, theirs)

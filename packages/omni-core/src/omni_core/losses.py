@@ -9,6 +9,7 @@ import attrs
 from omni_core import plugins
 from omni_core.algorithm import Algorithm, Policy
 from omni_core.engine import LossInputs, LossTerms
+from omni_core.forward_process import ForwardLossInputs
 from omni_core.options import AlgorithmConfig, DiffusionLossConfig
 
 
@@ -40,12 +41,14 @@ def _build(plugin: plugins.Plugin, options: AlgorithmConfig) -> object:
     return plugin.build(options)
 
 
-def diffusion_loss(config: DiffusionLossConfig, inputs: LossInputs) -> LossTerms:
+def diffusion_loss(
+    config: DiffusionLossConfig, inputs: LossInputs | ForwardLossInputs
+) -> LossTerms:
     """Compute the loss terms of a micro-batch.
 
     Args:
         config: Names the algorithm and holds its resolved options.
-        inputs: M packed (sample, step) rows.
+        inputs: M packed rows, of the kind that the algorithm's `model_type` has.
 
     Returns:
         Terms [M] and metrics [M]; the caller weighs, adds and divides by the global denominator.
@@ -71,6 +74,11 @@ class ConfiguredLoss:
         predictions = algorithm(self.config).predictions
         return any(prediction.policy is Policy.REFERENCE for prediction in predictions)
 
-    def __call__(self, inputs: LossInputs) -> LossTerms:
+    @property
+    def needs_noise(self) -> bool:
+        """Whether the algorithm asks for the noise of the rollout's steps."""
+        return algorithm(self.config).needs_noise
+
+    def __call__(self, inputs: LossInputs | ForwardLossInputs) -> LossTerms:
         """Compute the loss terms of a micro-batch."""
         return diffusion_loss(self.config, inputs)

@@ -27,6 +27,18 @@ class SurrogateTerms:
     clipped_lower: Tensor
     """bool [M]: r below 1 - eps."""
 
+    def row_metrics(self) -> dict[str, Tensor]:
+        """[M] values without a gradient: `policy_loss`, `ratio`, `approx_kl` = old - new, and whether
+        the ratio is outside its clip: `clip_fraction` (`_higher`, `_lower`)."""
+        return {
+            "policy_loss": self.loss.detach(),
+            "ratio": self.ratio,
+            "clip_fraction": (self.clipped_higher | self.clipped_lower).float(),
+            "clip_fraction_higher": self.clipped_higher.float(),
+            "clip_fraction_lower": self.clipped_lower.float(),
+            "approx_kl": -self.log_ratio,
+        }
+
     def metrics(self) -> dict[str, Tensor]:
         """Scalars over these rows (weights play no part): `ppo_kl` = mean(old - new), the clipped
         shares `pg_clipfrac` (`_higher`, `_lower`), `ratio_mean`, and `ratio_std` with ddof 1 (0 for

@@ -275,6 +275,29 @@ def reverse_step(
     )
 
 
+def old_mean(step: ReverseStep, noise: Latents) -> dict[str, Tensor]:
+    """Mean of the policy that drew a step, from the noise that it drew it with: x' - s noise.
+
+    The policy itself is not needed. Where the rollout stored x' in float32, this is that policy's
+    mean to the rounding of x'.
+
+    Args:
+        step: The step as any policy scores it: `next_sample` and `std` are the rollout's.
+        noise: modality -> [B, ...], what the rollout multiplied s by.
+
+    Returns:
+        modality -> [B, ...], without a gradient.
+
+    Raises:
+        ValueError: modalities or shapes that differ.
+    """
+    _check_alike(step.next_sample, noise, "noise", rows=int(step.std.shape[0]))
+    return {
+        name: (x - _per_row(step.std, x) * noise[name].to(x)).detach()
+        for name, x in step.next_sample.items()
+    }
+
+
 def working_dtype(*latents: Latents) -> torch.dtype:
     """float64 where any of the tensors is float64, else float32: what core computes in."""
     dtypes = {value.dtype for mapping in latents for value in mapping.values()}
