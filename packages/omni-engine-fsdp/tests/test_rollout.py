@@ -390,3 +390,5 @@ def test_it_says_what_it_samples_with(rollout: EngineRollout, engine: StandIn) -
     assert rollout.weight_version == 3
     found = rollout.encode(["a", "blue"], guidance=Guidance(scale=1.0))
     assert found.rows == 2
+    with pytest.raises(ValueError, match="no prompt to encode"):
+        rollout.encode([], guidance=Guidance(scale=1.0))

@@ -126,7 +126,13 @@ class EngineRollout(BaseRollout):
     def encode(
         self, prompts: Sequence[str], *, negative_prompt: str = "", guidance: Guidance
     ) -> Conditioning:
-        """Encode G prompts, at most a batch at a time: [G, ...] on the engine's device."""
+        """Encode G prompts, at most a batch at a time: [G, ...] on the engine's device.
+
+        Raises:
+            ValueError: no prompt, or one that the family cannot take.
+        """
+        if not prompts:
+            raise ValueError("there is no prompt to encode")
         size = self.options.batch_size
         parts = [
             self.conditioner.encode(
@@ -153,7 +159,8 @@ class EngineRollout(BaseRollout):
         """Queue requests; with several ranks, all submit at the same point, with none if need be.
 
         Raises:
-            ValueError: a request that it cannot serve (size, window, kind, adapter, version); names the group and what would fit.
+            ValueError: a request that it cannot serve (size, window, kind, adapter, version); names
+                the group and what would fit.
         """
         check_requests(requests, engine=self.engine, latent_shapes=self.latent_shapes)
         handle = RolloutHandle(self._submits, len(requests))
