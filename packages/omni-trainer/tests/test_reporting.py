@@ -15,6 +15,7 @@ from omni_core import plugins
 from omni_trainer.reporting.grid import write_before_after_grid, write_grid
 from omni_trainer.reporting.intervals import Interval, bootstrap, paired_bootstrap
 from omni_trainer.reporting.jsonl import JsonlTracker, read_metrics
+from omni_trainer.reporting.metric_names import METRICS, describe
 from omni_trainer.reporting.plot import plot_reward
 from omni_trainer.reporting.progress import Progress
 
@@ -227,3 +228,13 @@ def test_on_a_terminal_a_bar_fits_its_width(width):
     assert "reward" in shown
     assert "saved" in shown
     assert ("training" in shown) == (width == 120)
+
+
+# -- names ------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_a_meaning():
+    assert describe("reward/mean") == "mean reward of the step's scored samples"
+    assert describe("reward/aesthetic") == describe("reward/*")
+    assert describe("no_such/metric") is None
+    assert all(name.count("/") == 1 and text for name, text in METRICS.items())
