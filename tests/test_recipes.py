@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from omni_core import plugins
@@ -9,6 +11,9 @@ from omni_core.choices import StepKind
 from omni_core.options import DType
 from omni_core.recipe import Standing
 from omni_trainer.config import Backend, load_run
+from omni_trainer.reporting.jsonl import read_metrics
+from omni_trainer.reporting.metric_names import describe
+from omni_trainer.run import run_training
 
 NAMES = plugins.registry(plugins.RECIPES).names()
 OURS = {"quickstart", "sd3_ocr_flow_grpo", "smoke"}
@@ -53,6 +58,24 @@ def without(values, path):
     if not rest:
         return {key: value for key, value in values.items() if key != head}
     return {**values, head: without(values[head], rest)}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of diffusers and transformers
+def test_case_36_the_smoke_recipe_runs_and_every_metric_has_a_meaning(tmp_path):
+    loaded = load_run("smoke", [f"trainer.run_dir={tmp_path}", "trainer.name=smoke"])
+    summary = run_training(loaded.config, run_dir=tmp_path / "smoke", resolved=loaded.resolved)
+    assert summary.trained == 2
+    assert len(summary.before.prompts) == len(summary.after.prompts) == 4
+    for path in (summary.export, summary.plot, summary.before_after):
+        assert path.is_file()
+    steps = dict(read_metrics(tmp_path / "smoke"))
+    assert list(steps) == [0, 1, 2]
+    for name, value in ((n, v) for metrics in steps.values() for n, v in metrics.items()):
+        assert math.isfinite(value), name
+        assert describe(name), name
+    assert "actor/kl" not in steps[2]  # what is not asked for
+    assert steps[1]["canary/exact"] == 0
+    assert steps[1]["canary/floor"] <= 1e-6
 
 
 def test_the_quickstart_runs_the_settings_that_were_measured():
