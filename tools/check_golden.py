@@ -4,8 +4,8 @@
 
 DIR holds `cases.json` (section -> list of cases with their parameters) and `vectors.safetensors`
 (tensors `<case>.<field>`). What a case expects is compared within rtol 1e-5 and atol 2e-6: the
-tensors `expected`, `expected_<name>` and `expected_grad_<input>` (the gradient of the case's loss),
-and those of its metrics that core has. Failures, and cases that core has no function for, are named;
+tensors `expected`, `expected_<name>` (also as a list among the parameters) and `expected_grad_<input>`
+(the gradient of the case's loss), and those of its metrics that core has. Failures, and cases that core has no function for, are named;
 the last line is `N cases, M failed, K not implemented`, and the exit status is 1 when M > 0 and 2
 when the folder cannot be read.
 
@@ -27,12 +27,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_core.advantages import AdvantageStd, group_advantages
+from omni_core.algorithms.diffusion_dpo import dpo_terms, online_dpo_pairs
+from omni_core.algorithms.diffusion_nft import nft_terms, reward_probability
+from omni_core.algorithms.flow_dppo import dppo_terms
+from omni_core.algorithms.grpo_guard import guard_log_ratio, guard_terms
+from omni_core.choices import ImportanceLevel, RejectionStatistic, RewardProbability
+from omni_core.forward_process import denoising_error, velocity_error
 from omni_core.kl import KLForm, gaussian_kl
 from omni_core.language_advantages import gae_advantages, outcome_advantages
 from omni_core.language_loss import ppo_loss, value_loss
 from omni_core.language_options import Aggregation, PolicyForm, PPOLossOptions, ValueLossOptions
 from omni_core.policy_loss import clipped_surrogate
 from omni_core.reverse_step import StepKind, reverse_step
+from omni_core.rollout_correction import rollout_correction
+from omni_core.rollout_correction_options import RolloutCorrectionOptions
 
 RTOL = 1e-5
 ATOL = 2e-6
@@ -156,6 +164,121 @@ def _distill_kl(case: Case) -> Result:
     return Result(values={"loss": kl.mean()}, metrics={"distill_kl_loss": kl.mean()})
 
 
+def _distill_fm_mse(case: Case) -> Result:
+    error = velocity_error(
+        {"latents": case.tensor("noise_pred")}, {"latents": case.tensor("teacher_noise_pred")}
+    )
+    return Result(values={"loss": error.mean()}, metrics={"distill_fm_mse_loss": error.mean()})
+
+
+def _grpo_guard(case: Case) -> Result:
+    log_ratio = guard_log_ratio(
+        case.tensor("log_probs"),
+        case.tensor("old_log_probs"),
+        {"latents": case.tensor("mean")},
+        {"latents": case.tensor("old_mean")},
+        case.tensor("transition_std"),
+    )
+    terms = guard_terms(
+        log_ratio,
+        case.tensor("advantages"),
+        -case.tensor("sqrt_dt").square(),
+        clip_ratio=case.param("clip_ratio"),
+        adv_clip_max=case.param("adv_clip_max"),
+    )
+    plain = (case.tensor("old_log_probs") - case.tensor("log_probs")).mean()
+    return Result(values={"loss": terms.loss.mean()}, metrics={**terms.metrics(), "ppo_kl": plain})
+
+
+def _flow_dppo(case: Case) -> Result:
+    std = case.tensor("transition_std")
+    kl = gaussian_kl(
+        {"latents": case.tensor("mean")},
+        {"latents": case.tensor("old_mean")},
+        std if case.param("add_kl_coefficient") else torch.ones_like(std),
+        form=KLForm.EXACT,
+    )
+    terms = dppo_terms(
+        case.tensor("log_probs"),
+        case.tensor("old_log_probs"),
+        case.tensor("advantages"),
+        kl,
+        max_kl=case.param("kl_mask_threshold"),
+    )
+    return Result(values={"loss": terms.loss.mean()}, metrics=terms.metrics())
+
+
+def _dpo(case: Case) -> Result:
+    latents, noise = {"latents": case.tensor("latents")}, {"latents": case.tensor("noise")}
+    error = denoising_error({"latents": case.tensor("noise_pred")}, latents, noise)
+    reference = denoising_error({"latents": case.tensor("ref_noise_pred")}, latents, noise)
+    terms = dpo_terms(
+        error[0::2], error[1::2], reference[0::2], reference[1::2], beta=case.param("dpo_beta")
+    )
+    return Result(values={"loss": terms.loss.mean()}, metrics=terms.metrics())
+
+
+def _diffusion_nft(case: Case) -> Result:
+    velocity = {"latents": case.tensor("forward_prediction")}
+    old = {"latents": case.tensor("old_prediction")}
+    terms = nft_terms(
+        velocity,
+        old,
+        {"latents": case.tensor("xt")},
+        {"latents": case.tensor("x0")},
+        case.tensor("t"),
+        case.tensor("reward_prob"),
+        beta=case.param("mix_beta"),
+        scale=case.param("adv_clip_max"),
+        min_weight=case.param("adaptive_weight_min"),
+    )
+    kl = velocity_error(velocity, {"latents": case.tensor("ref_prediction")})
+    loss = (terms.loss + case.param("ref_kl_coef") * kl).mean()
+    return Result(
+        values={"loss": loss},
+        metrics={
+            "policy_loss": terms.loss.mean(),
+            "positive_loss": terms.positive.mean(),
+            "negative_loss": terms.negative.mean(),
+            "ref_kl_loss": kl.mean(),
+            "old_deviate": velocity_error(velocity, old).mean(),
+            "reward_prob_mean": case.tensor("reward_prob").mean(),
+            "total_loss": loss,
+        },
+    )
+
+
+def _nft_reward_prob(case: Case) -> Result:
+    probability = reward_probability(
+        case.tensor("advantages"),
+        mode=case.choice(RewardProbability, case.param("adv_mode")),
+        adv_clip_max=case.param("adv_clip_max"),
+    )
+    return Result(values={"": probability})
+
+
+def _online_dpo_pairs(case: Case) -> Result:
+    return Result(values={"indices": online_dpo_pairs(case.tensor("scores"), case.param("group"))})
+
+
+def _rollout_correction(case: Case) -> Result:
+    level, statistic = case.param("rollout_is"), case.param("rollout_rs")
+    band = case.param("rollout_rs_threshold")
+    options = RolloutCorrectionOptions(
+        importance=None if level is None else case.choice(ImportanceLevel, level),
+        importance_threshold=case.param("rollout_is_threshold"),
+        rejection=None if statistic is None else case.choice(RejectionStatistic, statistic),
+        **({} if band is None else {"band": band}),
+    )
+    found = rollout_correction(
+        options,
+        case.tensor("old_log_probs"),
+        case.tensor("rollout_log_probs"),
+        floor=case.tensors.get("floor"),
+    )
+    return Result(values={"weights": found.weights})
+
+
 def _language_policy(case: Case) -> Result:
     form = case.choice(PolicyForm, case.param("loss"))
     aggregation = case.choice(Aggregation, case.param("agg"))
@@ -217,6 +340,14 @@ HANDLERS: dict[str, Callable[[Case], Result]] = {
     "losses/flow_grpo": _flow_grpo,
     "losses/kl": _kl,
     "losses/distill_kl": _distill_kl,
+    "losses/distill_fm_mse": _distill_fm_mse,
+    "losses/grpo_guard": _grpo_guard,
+    "losses/flow_dppo": _flow_dppo,
+    "losses/dpo": _dpo,
+    "losses/diffusion_nft": _diffusion_nft,
+    "nft_reward_prob": _nft_reward_prob,
+    "online_dpo_pairs": _online_dpo_pairs,
+    "rollout_correction": _rollout_correction,
     **{f"language/{form}": _language_policy for form in PolicyForm},
     "language/value": _language_value,
     "language/lm_gae": _gae,
@@ -235,7 +366,7 @@ def check(case: Case) -> None:
     handler = _handler(case)
     expected = {
         name.removeprefix("expected").removeprefix("_"): value
-        for name, value in case.tensors.items()
+        for name, value in {**_listed(case), **case.tensors}.items()
         if name == "expected" or name.startswith("expected_")
     }
     inputs = [name.removeprefix("grad_") for name in expected if name.startswith("grad_")]
@@ -265,6 +396,15 @@ def _handler(case: Case) -> Callable[[Case], Result]:
         if key in HANDLERS:
             return HANDLERS[key]
     raise NotImplementedByCoreError(f"{case.section}/{kind}")
+
+
+def _listed(case: Case) -> dict[str, Tensor]:
+    """What a case expects as a list of numbers among its parameters."""
+    return {
+        name: torch.tensor(value)
+        for name, value in case.params.items()
+        if name.startswith("expected_") and isinstance(value, list)
+    }
 
 
 def _field(name: str) -> str:

@@ -189,6 +189,11 @@ class RejectionStatistic(Choice):
         return self.value.rpartition("_")[2]
 
     @property
+    def two_sided(self) -> bool:
+        """Whether it may be too small as well as too large."""
+        return self.estimator == "k1" and self.over != "z"
+
+    @property
     def over(self) -> str:
         """token, seq_sum, seq_mean, seq_max or z."""
         return self.value.rpartition("_")[0]

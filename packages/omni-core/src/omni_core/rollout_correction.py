@@ -80,7 +80,7 @@ def rollout_correction(
     if options.rejection is None:
         kept = torch.ones_like(ratio, dtype=torch.bool)
     else:
-        kept = _kept(options.rejection, ratio, options.band, floor)
+        kept = _kept(options.rejection, ratio, (options.low, options.high), floor)
     return RolloutWeights(
         weights=importance * kept, importance=importance, kept=kept, log_ratio=ratio
     )
@@ -108,7 +108,7 @@ def _kept(
             values = values.mean(1, keepdim=True)
         case "seq_max":
             values = values.amax(1, keepdim=True)
-    if statistic.estimator == "k1":
+    if statistic.two_sided:
         kept = (values >= math.log(low)) & (values <= math.log(high))
     else:
         kept = values <= high

@@ -53,14 +53,14 @@ class DPPOTerms:
         }
 
     def metrics(self) -> dict[str, Tensor]:
-        """Scalars over these rows, under their published names."""
+        """Scalars over these rows, under their published names; `ratio_std` with ddof 0."""
         ratio = self.log_ratio.exp()
         dropped = (self.dropped_higher | self.dropped_lower).to(ratio).mean()
         return {
             "ppo_kl": -self.log_ratio.mean(),
             "approx_kl": 0.5 * self.log_ratio.square().mean(),
             "ratio_mean": ratio.mean(),
-            "ratio_std": ratio.new_zeros(()) if ratio.numel() < 2 else ratio.std(correction=1),
+            "ratio_std": ratio.std(correction=0),
             "ratio_min": ratio.min(),
             "ratio_max": ratio.max(),
             "kl_new_old_mean": self.kl.mean(),
