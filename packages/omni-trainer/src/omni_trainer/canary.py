@@ -21,8 +21,8 @@ from omni_core.trajectory import SamplingSpec, Trajectory, TrajectoryInfo
 
 FLOAT32_BOUND = 1e-6
 """Largest |ratio - 1| that float32 micro-batches may show."""
-CLIP_SHARE = 0.1
-"""Old log-probs are the rollout's own while the floor is below this share of the clip."""
+CLIP_PARTS = 10
+"""Old log-probs are the rollout's own while the floor is below this part of the clip."""
 
 
 class CanaryError(RuntimeError):
@@ -117,7 +117,7 @@ def judge(
             f"{bound:.3g}, with unchanged weights"
         )
         raise CanaryError("\n".join([msg, _table(reports, asked)]))
-    recompute = clip is not None and not floor < clip * CLIP_SHARE
+    recompute = clip is not None and not floor < clip / CLIP_PARTS
     return CanaryVerdict(exact=exact, floor=floor, recompute=recompute)
 
 

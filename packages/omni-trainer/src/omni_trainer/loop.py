@@ -23,7 +23,7 @@ from omni_trainer.data import PromptSampler
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import WorkerGroup
 from omni_trainer.observer import Observer
-from omni_trainer.reward_pool import RewardPool
+from omni_trainer.reward_pool import PoolCounts, RewardPool
 from omni_trainer.rollout_plan import RolloutPlan, plan_rollout
 from omni_trainer.samples import Samples, sample_and_score
 from omni_trainer.scores import ScoredStep, score_step
@@ -65,6 +65,8 @@ class Trainer:
         """Old log-probs come from training micro-batches, as the last canary decided."""
         self.metrics: dict[str, float] = {}
         """Of the step under way."""
+        self.counted = PoolCounts()
+        """What the scorers had counted before this step."""
         self._looked = False
 
     def fit(self) -> None:
@@ -106,6 +108,10 @@ class Trainer:
             adapter=self.config.algorithm_options.rollout_algo().adapter,
             weight_version=self.weight_version,
         )
+        counts = self.pool.counts()
+        if self.config.reward is not None:
+            self.metrics["reward/retries"] = float(counts.retries - self.counted.retries)
+        self.counted = counts
         self.metrics["time/sample"] = samples.sampling_seconds
         self.metrics["time/reward_wait"] = samples.waiting_seconds
         self.observer.samples(self.step, samples, self.group)

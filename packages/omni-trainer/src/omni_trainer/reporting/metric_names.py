@@ -13,6 +13,7 @@ METRICS: Mapping[str, str] = {
     "reward/min": "the least of them",
     "reward/max": "the greatest of them",
     "reward/unscored": "samples that could not be scored",
+    "reward/retries": "batches that were scored again after a failure that may pass",
     "reward/exact": "share of pictures in which exactly the target was read",
     "reward/blank": "share of pictures in which nothing of the target's kind was read",
     "reward/*": "mean over the scored samples of a number that the reward gives beside its score",

@@ -26,6 +26,7 @@ from omni_core.options import (
 )
 from omni_core.plugins import ROLLOUTS, registry
 from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
+from omni_core.seeds import derive_seed
 from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
 from omni_trainer.canary import CanaryReport, measure
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
@@ -97,6 +98,7 @@ class ActorRolloutRefWorker:
         self.config = config
         self.place = place or process.Place()
         process.prepare(self.place)
+        torch.manual_seed(derive_seed("worker", config.actor.engine.seed, self.place.rank))
         self.training = TrainingWorker(config.training(), local_rank=self.place.local_rank)
         self._made_group = process.join(self.place, self.training.device, store)
         self._rollout: BaseRollout | None = None

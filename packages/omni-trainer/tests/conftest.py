@@ -1,0 +1,86 @@
+"""Toy runs: a whole run in milliseconds, in plain torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import structlog
+import yaml
+
+from omni_core.testing.toys import register_toys, unregister_toys
+
+RUN = {
+    "model": {
+        "path": "toy",
+        "family": "toy",
+        "pipeline": {"height": 16, "width": 16},
+        "lora": {"rank": 4, "alpha": 8.0},
+    },
+    "engine": {"name": "toy", "micro_batch_size": 6},
+    "optimizer": {"lr": 1e-2},
+    "rollout": {
+        "name": "toy",
+        "samples_per_prompt": 4,
+        "batch_size": 6,
+        "sampling": {"num_inference_steps": 4, "guidance_scale": 1.0},
+    },
+    "algorithm": {"name": "flow_grpo", "clip_ratio": 2e-3},
+    "reward": {"name": "toy"},
+    "data": {"prompts_per_step": 3},
+    "evaluation": {
+        "samples_per_prompt": 2,
+        "sampling": {"num_inference_steps": 4, "guidance_scale": 1.0},
+    },
+    "trainer": {"steps": 2},
+}
+
+
+@pytest.fixture
+def toys():
+    register_toys()
+    yield
+    unregister_toys()
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.fixture
+def toy_source(tmp_path, toys):
+    """Path of a YAML file that is a whole run: 7 training prompts, 3 held-out ones."""
+    train, heldout = tmp_path / "train.txt", tmp_path / "heldout.txt"
+    train.write_text("".join(f"a bright sign number {i}\n" for i in range(7)))
+    heldout.write_text("".join(f"a dark wall number {i}\n" for i in range(3)))
+    values = {**RUN, "data": {**RUN["data"], "train": str(train), "heldout": str(heldout)}}
+    path = tmp_path / "toy.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+@pytest.fixture
+def train(toy_source, tmp_path):
+    """Train a toy run: `train("trainer.steps=4", name="a")` -> its summary."""
+    from omni_trainer.config import load_run
+    from omni_trainer.run import run_training
+
+    def run(*overrides, name="run", resume=False):
+        loaded = load_run(toy_source, overrides)
+        return run_training(
+            loaded.config, run_dir=tmp_path / name, resume=resume, resolved=loaded.resolved
+        )
+
+    return run
+
+
+@pytest.fixture
+def metrics():
+    """Read a run's metrics.jsonl, one mapping a line; timings are set aside unless asked for."""
+
+    def read(directory: Path, *, timings: bool = False):
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        return [
+            {n: v for n, v in json.loads(line).items() if timings or not n.startswith("time/")}
+            for line in lines
+        ]
+
+    return read

@@ -1,0 +1,105 @@
+"""Stopping and going on changes nothing but timings."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from omni_trainer.loop import Trainer
+from omni_trainer.run_directory import RunDirectoryError
+
+
+class StoppedError(BaseException):
+    """Stands for the end of the process."""
+
+
+@contextmanager
+def stopped(step):
+    """Let the process end while the step after *step* trained ones is under way."""
+    train = Trainer.train
+
+    def stopping(self):
+        train(self)
+        if self.step == step:
+            raise StoppedError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+        patch.setattr(Trainer, "train", stopping)
+        yield
+
+
+def checkpoint(directory, step):
+    """State and tensors of a checkpoint, timings and places aside."""
+    path = directory / "checkpoints" / f"step-{step:06d}"
+    state = json.loads((path / "state.json").read_text())
+    state.pop("trackers")
+    tensors = {p.name: p.read_bytes() for p in sorted((path / "tensors").iterdir())}
+    return state, tensors
+
+
+RUN = ("trainer.steps=6", "checkpoint.every=2", "algorithm.updates_per_rollout=2")
+
+
+@pytest.mark.parametrize(
+    ("stop", "goes_on_from", "extra"),
+    [
+        (3, 2, ()),
+        (4, 4, ("algorithm.window_size=1", "optimizer.schedule=cosine")),
+        # 6 rows in batches of 3: an epoch ends with step 2, and with step 4.
+        (2, 2, ("data.prompts_per_step=3", "data.tail=drop")),
+    ],
+)
+def test_case_28_a_resumed_run_is_an_undisturbed_one(train, metrics, stop, goes_on_from, extra):
+    whole = train(*RUN, *extra, name="whole")
+    with stopped(stop):
+        train(*RUN, *extra, name="halves")
+    resumed = train(*RUN, *extra, name="halves", resume=True)
+
+    assert resumed.trained == 6 - goes_on_from
+    assert metrics(resumed.run_dir) == metrics(whole.run_dir)
+    assert checkpoint(resumed.run_dir, 6) == checkpoint(whole.run_dir, 6)
+    assert resumed.after.prompts == whole.after.prompts
+    assert resumed.gain == whole.gain
+
+
+def test_without_a_checkpoint_a_resume_starts_from_the_beginning(train, metrics):
+    whole = train(*RUN, name="whole")
+    with stopped(1):
+        train(*RUN, name="halves")
+    resumed = train(*RUN, name="halves", resume=True)
+
+    assert resumed.trained == 6
+    assert metrics(resumed.run_dir) == metrics(whole.run_dir)
+
+
+def test_case_28_a_finished_run_does_nothing(train):
+    first = train(*RUN)
+    before = {path: path.read_bytes() for path in first.run_dir.rglob("*.js*")}
+    again = train(*RUN, resume=True)
+
+    assert again.finished_before
+    assert again.trained == 0
+    assert (again.gain, again.export) == (first.gain, first.export)
+    assert {path: path.read_bytes() for path in first.run_dir.rglob("*.js*")} == before
+
+
+def test_resume_mode_auto_goes_on_by_itself(train, metrics):
+    with stopped(3):
+        train(*RUN)
+    resumed = train(*RUN, "trainer.resume_mode=auto")
+
+    assert resumed.trained == 4
+    assert [line["step"] for line in metrics(resumed.run_dir)] == list(range(7))
+
+
+def test_a_directory_without_a_run_is_not_resumed(train):
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        train(resume=True)
+
+
+def test_other_prompts_are_refused(train, tmp_path):
+    with stopped(3):
+        train(*RUN)
+    (tmp_path / "train.txt").write_text("a bright sign\n" * 9)
+    with pytest.raises(ValueError, match="the prompts are not those of the checkpoint"):
+        train(*RUN, resume=True)
