@@ -55,3 +55,12 @@ def test_python_blocks_compile(page):
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     for block in found:
         compile(textwrap.dedent(block), str(page), "exec")
+
+
+@each_page
+def test_what_python_blocks_import_is_there(page):
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line for block in found for line in block.splitlines()]
+    for line in lines:
+        if line.startswith(("from omni_", "import omni_")):
+            exec(line, {})
