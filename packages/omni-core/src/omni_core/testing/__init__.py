@@ -22,10 +22,12 @@ _HOMES = {
     "EngineSuite": "engine_suite",
     "RewardSuite": "reward_suite",
     "RolloutSuite": "rollout_suite",
+    "forward_loss_inputs": "samples",
     "loss_inputs": "samples",
     "requests_for": "samples",
     "take_rows": "samples",
     "train_batch": "samples",
+    "trained_leaf": "samples",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604 -- built from the table

@@ -11,12 +11,20 @@ import attrs
 import pytest
 import torch
 
-from omni_core.algorithm import Algorithm, ModelFacts, Policy
+from omni_core.algorithm import Algorithm, ModelFacts, Policy, Timesteps
 from omni_core.choices import StepKind
 from omni_core.engine import LossInputs
+from omni_core.forward_process import ForwardLossInputs
 from omni_core.options import AlgorithmConfig, RunFacts
 from omni_core.schedule import FlowMatchSchedule
-from omni_core.testing.samples import loss_inputs, take_rows
+from omni_core.testing.samples import (
+    forward_loss_inputs,
+    loss_inputs,
+    take_rows,
+    trained_leaf,
+)
+
+Inputs = LossInputs | ForwardLossInputs
 
 FITS = RunFacts(num_inference_steps=10, samples_per_prompt=4, prompts_per_step=3)
 
@@ -41,8 +49,11 @@ class AlgorithmSuite:
         return FlowMatchSchedule.linear(10, shift=3.0)
 
     @pytest.fixture
-    def inputs(self, algorithm: Algorithm) -> LossInputs:
-        """Float64 loss inputs of 6 rows, sampled as the algorithm asks."""
+    def inputs(self, algorithm: Algorithm) -> Inputs:
+        """Float64 loss inputs, sampled as the algorithm asks, of units as it asks."""
+        if algorithm.options.model_type == "diffusion_forward":
+            rows = unit_rows(algorithm)
+            return forward_loss_inputs(units=6 if rows == 1 else 3, unit_rows=rows)
         asked = algorithm.options.rollout_algo()
         return loss_inputs(kind=StepKind(asked.kind), noise_level=asked.noise_level)
 
@@ -59,6 +70,12 @@ class AlgorithmSuite:
         assert algorithm.predictions[0].policy is Policy.CURRENT
         policies = [prediction.policy for prediction in algorithm.predictions]
         assert algorithm.options.needs_reference == (Policy.REFERENCE in policies)
+        assert algorithm.adapters[0] == "default"
+        for policy in (Policy.OLD, Policy.EMA):
+            assert policy not in policies or policy.value in algorithm.adapters
+        drawn = algorithm.options.model_type == "diffusion_forward"
+        expected = Timesteps.DRAWN if drawn else Timesteps.REPLAY
+        assert {prediction.timesteps for prediction in algorithm.predictions} == {expected}
 
     def test_a_run_that_fits_is_not_complained_about(self, algorithm: Algorithm) -> None:
         """The options of the fixture fit the run that the suite describes."""
@@ -150,16 +167,29 @@ class AlgorithmSuite:
         turned = algorithm.advantages(rewards[rows], [groups[row] for row in rows], valid)
         assert torch.equal(turned.advantages, straight[rows])
 
+    def test_case_11_units_hold_scored_rows_once(self, algorithm: Algorithm) -> None:
+        """CASES 11: a row is in one unit at most, and an unscored one in none."""
+        groups = ["a", "b"] * 4
+        rewards = torch.tensor([0.2, 0.9, 0.7, 0.1, 0.6, 0.5, 0.4, 0.3])
+        valid = torch.tensor([True, True, False, True, True, True, True, True])
+        found = algorithm.advantages(rewards, groups, valid).advantages
+        units = algorithm.units(found, groups, valid)
+        rows = [row for unit in units for row in unit]
+        assert rows
+        assert len(rows) == len(set(rows))
+        assert set(rows) <= set(valid.nonzero().flatten().tolist())
+        assert all(units)
+        if any(len(unit) > 1 for unit in units):
+            assert algorithm.options.model_type == "diffusion_forward"
+
     # -- loss --------------------------------------------------------------------------------------
 
-    def test_the_loss_is_one_finite_term_a_row(
-        self, algorithm: Algorithm, inputs: LossInputs
-    ) -> None:
+    def test_the_loss_is_one_finite_term_a_row(self, algorithm: Algorithm, inputs: Inputs) -> None:
         """Terms [M] with a graph to the policy, metrics [M] without one."""
         result = algorithm.loss(inputs)
         assert result.terms.shape == inputs.advantages.shape
         assert torch.isfinite(result.terms).all()
-        (gradient,) = torch.autograd.grad(result.terms.sum(), inputs.current.velocity["image"])
+        (gradient,) = torch.autograd.grad(result.terms.sum(), trained_leaf(inputs))
         assert torch.isfinite(gradient).all()
         assert gradient.abs().sum() > 0
         for name, values in result.metrics.items():
@@ -168,18 +198,18 @@ class AlgorithmSuite:
             assert torch.isfinite(values).all(), name
 
     def test_case_8_a_row_does_not_see_the_rest_of_its_micro_batch(
-        self, algorithm: Algorithm, inputs: LossInputs
+        self, algorithm: Algorithm, inputs: Inputs
     ) -> None:
-        """CASES 8: terms and metrics are the same however the rows are cut and ordered."""
+        """CASES 8: terms and metrics are the same however the units are cut, and rows ordered."""
         whole = algorithm.loss(inputs)
-        for rows in (torch.tensor([0]), torch.tensor([4, 1, 2]), torch.arange(6).flip(0)):
+        for rows in cuts(inputs):
             part = algorithm.loss(take_rows(inputs, rows))
             torch.testing.assert_close(part.terms, whole.terms[rows], rtol=1e-12, atol=1e-12)
             assert part.metrics.keys() == whole.metrics.keys()
             for name, values in part.metrics.items():
                 torch.testing.assert_close(values, whole.metrics[name][rows])
 
-    def test_weights_are_left_to_the_engine(self, algorithm: Algorithm, inputs: LossInputs) -> None:
+    def test_weights_are_left_to_the_engine(self, algorithm: Algorithm, inputs: Inputs) -> None:
         """The engine weighs: a loss that does it too would do it twice."""
         other = attrs.evolve(inputs, weights=torch.zeros_like(inputs.weights))
         assert torch.equal(algorithm.loss(other).terms, algorithm.loss(inputs).terms)
@@ -198,3 +228,23 @@ class AlgorithmSuite:
         options: AlgorithmConfig = algorithm.options
         assert attrs.evolve(options) == options
         assert hash(attrs.evolve(options)) == hash(options)
+
+
+def unit_rows(algorithm: Algorithm) -> int:
+    """Rows that a loss has to see together, for groups of 4."""
+    groups, valid = ["g"] * 4, torch.ones(4, dtype=torch.bool)
+    found = algorithm.advantages(torch.tensor([0.1, 0.9, 0.4, 0.7]), groups, valid).advantages
+    return max(len(unit) for unit in algorithm.units(found, groups, valid))
+
+
+def cuts(inputs: Inputs) -> list[torch.Tensor]:
+    """Rows of some micro-batches that leave every unit whole: one unit, some, all in reverse."""
+    count = len(inputs.advantages)
+    unit = inputs.unit if isinstance(inputs, ForwardLossInputs) else torch.arange(count)
+    units = [(unit == number).nonzero().flatten() for number in sorted(set(unit.tolist()))]
+    last = len(units) - 1
+    return [
+        units[0],
+        torch.cat([units[last], units[0], units[last // 2]]),
+        torch.arange(count).flip(0),
+    ]

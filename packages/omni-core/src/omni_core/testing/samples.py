@@ -6,7 +6,7 @@ Axes: B rows, W trained steps of a row, M (sample, step) pairs, D latent values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -14,11 +14,14 @@ from torch import Tensor
 
 from omni_core.choices import StepKind
 from omni_core.engine import LossInputs, StepPrediction, TrainBatch
+from omni_core.forward_process import ForwardLossInputs, noise_to
 from omni_core.records import map_tensors
 from omni_core.reverse_step import Latents, reverse_step
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.seeds import sample_seed
 from omni_core.trajectory import RolloutRequest, SampleRecord, SamplingSpec, Trajectory
+
+AnyInputs = TypeVar("AnyInputs", bound=LossInputs | ForwardLossInputs)
 
 PROMPTS = ("a bright sign", "a dark room", "a green tree")
 
@@ -93,14 +96,15 @@ def loss_inputs(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> LossInputs:
-    """Drawn inputs of a loss: the current policy, its old log-probs and a reference, all a little apart.
+    """Drawn inputs of a loss: the current policy, the one that sampled (its log-probs and its noise), a
+    reference and a teacher, all a little apart.
 
     Args:
         rows: M; they are at different steps of a schedule.
         shape: Of one sample's latents.
         kind: Of the reverse step.
         noise_level: Of the reverse step.
-        apart: How far the old and the reference velocities are from the current one; 0 makes them equal.
+        apart: How far the other policies' velocities are from the current one; 0 makes them equal.
         seed: Of everything drawn.
         dtype: Of latents and velocities.
 
@@ -117,6 +121,8 @@ def loss_inputs(
     sigma, sigma_next = schedule.at(index)
     sample, velocity, noise = {"image": draw()}, draw(), {"image": draw()}
     other = {name: {"image": velocity + apart * draw()} for name in ("old", "reference")}
+    advantages = torch.randn(rows, generator=generator, dtype=dtype)
+    other["teacher"] = {"image": velocity + apart * draw()}
 
     def predict(velocity: Latents, after: Mapping[str, Tensor] | None) -> StepPrediction:
         step = reverse_step(
@@ -137,14 +143,74 @@ def loss_inputs(
     return LossInputs(
         current=predict({"image": velocity.requires_grad_()}, old.next_sample),
         reference=predict(other["reference"], old.next_sample),
+        teacher=predict(other["teacher"], old.next_sample),
+        noise=noise,
         old_log_probs=old.require_log_prob(),
-        advantages=torch.randn(rows, generator=generator, dtype=dtype),
+        advantages=advantages,
         weights=torch.ones(rows, dtype=dtype),
         dt=(sigma_next - sigma).to(dtype),
     )
 
 
-def take_rows(inputs: LossInputs, rows: Tensor) -> LossInputs:
+def forward_loss_inputs(
+    *,
+    units: int = 6,
+    unit_rows: int = 1,
+    shape: tuple[int, ...] = (2, 3),
+    apart: float = 0.01,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> ForwardLossInputs:
+    """Drawn inputs of a loss of the forward process, every policy a little apart from the current one.
+
+    Args:
+        units: Of the algorithm; rows of a unit share their noise and sigma.
+        unit_rows: Rows of a unit. Of several, advantages are above and below 0 in turn.
+        shape: Of one sample's latents.
+        apart: How far the other policies' velocities are from the current one; 0 makes them equal.
+        seed: Of everything drawn.
+        dtype: Of latents, velocities and sigmas.
+
+    Returns:
+        Inputs of units * unit_rows rows, whose `current["image"]` is a leaf that requires a gradient.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = units * unit_rows
+
+    def draw(count: int = rows) -> Tensor:
+        return torch.randn(count, *shape, generator=generator, dtype=dtype)
+
+    unit = torch.arange(units).repeat_interleave(unit_rows)
+    sigma = 0.1 + 0.9 * torch.rand(units, generator=generator, dtype=dtype)[unit]
+    clean, noise, velocity = {"image": draw()}, {"image": draw(units)[unit]}, draw()
+    advantages = torch.randn(rows, generator=generator, dtype=dtype)
+    if unit_rows > 1:
+        advantages = advantages.abs() * (1.0 - 2.0 * (torch.arange(rows) % unit_rows % 2))
+    others = {
+        name: {"image": velocity + apart * draw()}
+        for name in ("old", "reference", "teacher", "ema")
+    }
+    return ForwardLossInputs(
+        current={"image": velocity.requires_grad_()},
+        clean=clean,
+        noise=noise,
+        noised=noise_to(clean, noise, sigma),
+        sigma=sigma,
+        advantages=advantages,
+        weights=torch.ones(rows, dtype=dtype),
+        unit=unit,
+        **others,
+    )
+
+
+def trained_leaf(inputs: LossInputs | ForwardLossInputs) -> Tensor:
+    """The current policy's velocity of drawn inputs: what a loss's gradient is taken of."""
+    if isinstance(inputs, ForwardLossInputs):
+        return inputs.current["image"]
+    return inputs.current.velocity["image"]
+
+
+def take_rows(inputs: AnyInputs, rows: Tensor) -> AnyInputs:
     """Some rows of a loss's inputs (int64 [n]), with their graph."""
 
     def select(value: Any) -> Any:
@@ -153,5 +219,5 @@ def take_rows(inputs: LossInputs, rows: Tensor) -> LossInputs:
             return attrs.evolve(value, **parts)
         return map_tensors(value, lambda tensor: tensor.index_select(0, rows))
 
-    fields = {f.name: select(getattr(inputs, f.name)) for f in attrs.fields(LossInputs)}
+    fields = {f.name: select(getattr(inputs, f.name)) for f in attrs.fields(type(inputs))}
     return attrs.evolve(inputs, **fields)
