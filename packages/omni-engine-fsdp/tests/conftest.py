@@ -27,8 +27,8 @@ from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 
 
-def _load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +40,7 @@ def _load_tool(name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def tiny_models() -> ModuleType:
     """The builders of tools/tiny_models.py."""
-    return _load_tool("tiny_models")
+    return _load(TOOLS / "tiny_models.py", "tools_tiny_models")
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +146,9 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         return outputs
 
     return run
+
+
+@pytest.fixture(scope="session")
+def ranks() -> ModuleType:
+    """The functions of ranks.py, which the tests of several ranks run in each of them."""
+    return _load(Path(__file__).with_name("ranks.py"), "engine_ranks")

@@ -1,0 +1,332 @@
+"""What the tests of several ranks run, in each of them: `python ranks.py RANK SIZE STORE MODEL OUT`.
+
+Each scenario leaves tensors or plain data below OUT; the tests compare them with one rank's, which they
+compute with the functions of this file in their own process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from omni_core import plugins
+from omni_core.choices import StepKind
+from omni_core.engine import LossInputs, LossTerms, NonFiniteGradientsError, TrainBatch
+from omni_core.model import Denoiser, Guidance, Step
+from omni_core.options import (
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    DType,
+    LoRAConfig,
+    OptimizerConfig,
+)
+from omni_core.reverse_step import Latents
+from omni_core.schedule import FlowMatchSchedule
+from omni_core.testing.samples import requests_for
+from omni_core.trajectory import BatchPlace, Conditioning, SampleRecord, SamplingSpec, Trajectory
+from omni_engine_fsdp import (
+    EngineRollout,
+    EngineRolloutConfig,
+    FSDPEngineConfig,
+    PPODiffusersFSDPEngine,
+    SD3Family,
+    ShardBase,
+)
+from omni_engine_fsdp.call_plan import CallPlanError
+from omni_engine_fsdp.families.sd3 import SD3Conditioning, SD3Denoiser
+
+LR = OptimizerConfig(lr=1e-2, max_grad_norm=0.05, max_nonfinite_steps=1)
+WINDOWS = ((0, 1), (1, 2), (0, 2))
+SCHEDULE = FlowMatchSchedule.linear(4, shift=3.0)
+SPEC = SamplingSpec(
+    sigmas=SCHEDULE.values(),
+    guidance_scale=3.0,
+    height=16,
+    width=16,
+    max_sequence_length=8,
+    kind=StepKind.SDE,
+    noise_level=0.7,
+)
+
+
+class TwoExperts(Denoiser):
+    """Two transformers of one pipeline: `high` serves the first step, `low` the others."""
+
+    def __init__(self, high: SD3Denoiser, low: SD3Denoiser) -> None:
+        self.parts = {"high": high, "low": low}
+
+    @property
+    def experts(self) -> Mapping[str, nn.Module]:
+        return {name: part.transformer for name, part in self.parts.items()}
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        return self.parts["high"].lora_targets
+
+    def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
+        return self.parts["high"].shard_units(expert)
+
+    def route(self, step: int, schedule: FlowMatchSchedule) -> str:
+        return "high" if step == 0 else "low"
+
+    def velocity(
+        self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
+    ) -> Latents:
+        names = {self.route(int(index), SCHEDULE) for index in step.index}
+        (name,) = names  # a micro-batch holds rows of one expert
+        return self.parts[name].velocity(latents, step, conditioning, guidance)
+
+
+class TwoExpertFamily(SD3Family):
+    def load_denoiser(self, dtype: torch.dtype) -> Any:
+        return TwoExperts(super().load_denoiser(dtype), super().load_denoiser(dtype))
+
+
+def register_two_experts() -> None:
+    if "two_experts" not in plugins.registry(plugins.MODELS).names():
+        plugin = plugins.Plugin(
+            api=1, options=DiffusionModelConfig, target=f"{__name__}:TwoExpertFamily"
+        )
+        plugins.registry(plugins.MODELS).register("two_experts", plugin)
+
+
+def build(
+    path: Path,
+    *,
+    dtype: DType = DType.FLOAT32,
+    shard: ShardBase = ShardBase.AUTO,
+    family: str = "sd3",
+    micro_batch_size: int = 2,
+) -> PPODiffusersFSDPEngine:
+    engine = PPODiffusersFSDPEngine(
+        DiffusionModelConfig(
+            path=str(path),
+            family=family,
+            dtype=dtype,
+            lora=LoRAConfig(rank=2, alpha=8.0),
+            pipeline=DiffusionPipelineConfig(height=16, width=16, max_sequence_length=8),
+        ),
+        FSDPEngineConfig(device="cpu", shard_base=shard, micro_batch_size=micro_batch_size),
+        LR,
+        None,
+    )
+    engine.initialize()
+    return engine
+
+
+def rows(chosen: Sequence[int], windows: Sequence[tuple[int, ...]] = WINDOWS) -> TrainBatch:
+    """Some of three drawn rows; the denominator is that of all three."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    generator = torch.Generator().manual_seed(5)
+    count = len(windows)
+    trajectory = Trajectory(
+        latents={"image": draw(count, 5, 8, 4, 4)},
+        step_indices=torch.tensor(windows),
+        log_probs=draw(count, len(windows[0])),
+        conditioning=SD3Conditioning(
+            prompt_embeds=draw(count, 24, 32),
+            pooled=draw(count, 16),
+            negative_prompt_embeds=draw(count, 24, 32),
+            negative_pooled=draw(count, 16),
+        ),
+        prompt_index=torch.arange(count),
+        media=None,
+        records=tuple(
+            SampleRecord(group_id=str(row), row_id=str(row), k=0, seed=row, prompt="")
+            for row in range(count)
+        ),
+        effective=SPEC,
+        adapter="default",
+        weight_version=0,
+        places=tuple(BatchPlace("0/0/0", row, count) for row in range(count)),
+    )
+    batch = TrainBatch(
+        trajectory=trajectory,
+        advantages=draw(count),
+        weights=torch.ones(count),
+        denominator=float(trajectory.step_indices.numel()),
+    )
+    return batch.select(torch.tensor(list(chosen)))
+
+
+def loss(inputs: LossInputs) -> LossTerms:
+    log_probs = inputs.current.require_log_prob()
+    return LossTerms(terms=-inputs.advantages * log_probs, metrics={"log_prob": log_probs.detach()})
+
+
+def gradients(engine: PPODiffusersFSDPEngine, batch: TrainBatch) -> dict[str, Tensor]:
+    """Whole gradients before clipping."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, loss)
+    found = {}
+    for name, parameter in engine.trained().items():
+        assert parameter.grad is not None, name
+        found[name] = whole(parameter.grad)
+    engine.optimizer_zero_grad()
+    return found
+
+
+def warm(engine: PPODiffusersFSDPEngine) -> None:
+    """Give B weights, so that A has gradients, the same at every world size."""
+    generator = torch.Generator().manual_seed(9)
+    engine.prepare_weights()
+    for name, parameter in engine.trained().items():
+        if "lora_B" in name:
+            value = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1
+            with torch.no_grad():
+                parameter.copy_(distributed_like(value, parameter))
+
+
+def distributed_like(value: Tensor, like: Any) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def weights(engine: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+# -- scenarios: each is run by every rank ------------------------------------------------------------
+
+MINE = ([0, 2], [1])
+"""Rows of each of two ranks."""
+
+
+def case_gradients(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build(model, shard=shard)
+        warm(engine)
+        report(out / f"gradients-{shard.value}", rank, gradients(engine, rows(MINE[rank])))
+
+
+def case_experts(rank: int, model: Path, out: Path) -> None:
+    register_two_experts()
+    engine = build(model, family="two_experts")
+    warm(engine)
+    apart = ((0,), (1,), (2,))  # rank 0 starts on `high`, rank 1 has no row of it
+    found = gradients(engine, rows([[0], [1, 2]][rank], apart))
+    report(out / "experts", rank, found)
+
+
+def case_float64(rank: int, model: Path, out: Path) -> None:
+    engine = build(model, dtype=DType.FLOAT64)
+    for _ in range(3):
+        engine.train_batch(rows(MINE[rank]), loss)
+    report(out / "float64", rank, weights(engine))
+
+
+def case_nan(rank: int, model: Path, out: Path) -> None:
+    def broken(inputs: LossInputs) -> LossTerms:
+        return LossTerms(terms=inputs.current.require_log_prob() * (math.nan if rank else 1.0))
+
+    engine = build(model)
+    engine.train_batch(rows(MINE[rank]), loss)
+    before = weights(engine)
+    skipped = engine.train_batch(rows(MINE[rank]), broken).metrics["skipped"].mean
+    try:
+        engine.train_batch(rows(MINE[rank]), broken)
+        ended = False
+    except NonFiniteGradientsError:
+        ended = True
+    after = weights(engine)
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    said = {"skipped": skipped, "ended": ended, "same": same, "version": engine.weight_version}
+    (out / f"nan.{rank}.json").write_text(json.dumps(said))
+
+
+def case_checkpoint(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        straight = build(model, shard=shard)
+        for _ in range(4):
+            straight.train_batch(rows(MINE[rank]), loss)
+        report(out / f"straight-{shard.value}", rank, weights(straight))
+        first = build(model, shard=shard)
+        for _ in range(2):
+            first.train_batch(rows(MINE[rank]), loss)
+        folder = out / f"checkpoint-{shard.value}"
+        state = json.loads(json.dumps(first.save_checkpoint(folder)))
+        (out / f"state-{shard.value}.{rank}.json").write_text(json.dumps(state))
+        resumed = build(model, shard=shard)
+        resumed.load_checkpoint(folder, state)
+        for _ in range(2):
+            resumed.train_batch(rows(MINE[rank]), loss)
+        report(out / f"resumed-{shard.value}", rank, weights(resumed))
+
+
+def case_replay(rank: int, model: Path, out: Path) -> None:
+    engine = build(model, shard=ShardBase.SHARD)
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=4), engine=engine)
+    asked = requests_for(SPEC, samples_per_prompt=3)
+    mine = asked[:2] if rank == 0 else asked[2:]
+    trajectory = Trajectory.concat(rollout.generate(mine))
+    apart = (engine.replay(trajectory) - trajectory.log_probs).abs().max()
+    (out / f"replay.{rank}.json").write_text(json.dumps({"apart": float(apart)}))
+
+
+def case_disagree(rank: int, model: Path, out: Path) -> None:
+    engine = build(model)
+    batch = rows(MINE[rank])
+    try:
+        if rank:
+            engine.infer_batch(batch)
+        else:
+            engine.train_batch(batch, loss)
+        said = ""
+    except CallPlanError as error:
+        said = str(error)
+    (out / f"disagree.{rank}.json").write_text(json.dumps({"said": said}))
+
+
+SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
+    case_gradients,
+    case_experts,
+    case_float64,
+    case_nan,
+    case_checkpoint,
+    case_replay,
+    case_disagree,
+)
+
+
+def report(file: Path, rank: int, tensors: dict[str, Tensor]) -> None:
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(kept, file.with_name(f"{file.name}.{rank}.safetensors"))
+
+
+def main(rank: int, size: int, store: str, model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=30),
+    )
+    for scenario in SCENARIOS:
+        scenario(rank, model, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))
