@@ -54,7 +54,7 @@ def advantages_within_groups(
 
 
 def required(value: Latents | None, what: str) -> Latents:
-    """*value*, which the engine had to provide.
+    """*value*, which the engine had to provide, as a constant.
 
     Raises:
         ValueError: it did not.
@@ -62,7 +62,7 @@ def required(value: Latents | None, what: str) -> Latents:
     if value is None:
         msg = f"the loss needs {what}, and the engine gave none"
         raise ValueError(msg)
-    return value
+    return {name: tensor.detach() for name, tensor in value.items()}
 
 
 def guarded(
