@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from omni_trainer.config import load_run
 from omni_trainer.evaluation import Evaluation, PromptScores, save_evaluation
@@ -94,7 +95,10 @@ def test_the_change_in_exact_reads_is_split_without_rest(quickstart):
 
 def test_a_mistake_is_answered_before_anything_starts(quickstart, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert quickstart.main(["--steps", "0", "algorithm.clip_rati=1"]) == 2
+    try:
+        assert quickstart.main(["--steps", "0", "algorithm.clip_rati=1"]) == 2
+    finally:
+        structlog.reset_defaults()  # what it set up writes to this test's stderr
     said = capsys.readouterr().err
     assert "trainer.steps" in said
     assert "clip_ratio" in said
