@@ -8,6 +8,7 @@ put back around each of them, also by an exception. LoRA: arXiv 2106.09685.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -82,7 +83,9 @@ def inject(
         seed: The weights follow from it and from the modules' names alone: the same on every rank.
         dtype: Of the adapter's weights, whatever the base's is.
     """
-    with torch.random.fork_rng(devices=[]):  # PEFT draws weights of its own first
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT draws weights of its own first, and warns that a second adapter is one.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         inject_adapter_in_model(peft_config(config, targets), expert, adapter)
     for name, layer in layers_of(expert).items():
         down, up = _factors(layer, adapter)
