@@ -28,7 +28,11 @@ LIGHT = (
     "omni_core.recipe",
     "omni_core.resources",
     "omni_core.window",
-    "omni_core.algorithms.flow_grpo_options",
+    "omni_core.rollout_correction_options",
+    *(
+        f"omni_core.algorithms.{path.stem}"
+        for path in sorted(SOURCE.glob("algorithms/*_options.py"))
+    ),
     "omni_core.testing",
     "omni_core.testing.toys.options",
     "omni_core.testing.toys.plugins",
@@ -106,7 +110,7 @@ PUBLIC = [
     "Registry",
     "registry",
     "RetryableRewardError",
-    "reverse_step",
+    "old_mean",
     "ReverseStep",
     "RewardConfig",
     "RewardFunction",
@@ -137,7 +141,16 @@ PUBLIC = [
     "UpdateReport",
     "value_loss",
     "ValueLossOptions",
+    "ForwardLossInputs",
+    "RolloutCorrectionOptions",
+    "RolloutWeights",
+    "adaptive_error",
+    "clean_estimate",
+    "denoising_error",
+    "noise_to",
+    "velocity_error",
     "velocity_kl",
+    "weighted_reward_sum",
     "WeightMismatchError",
     "WeightUpdate",
 ]
@@ -147,10 +160,12 @@ SUITES = [
     "EngineSuite",
     "RewardSuite",
     "RolloutSuite",
+    "forward_loss_inputs",
     "loss_inputs",
     "requests_for",
     "take_rows",
     "train_batch",
+    "trained_leaf",
 ]
 
 
@@ -169,6 +184,12 @@ def test_each_name_is_there_and_is_documented() -> None:
     assert undocumented == []
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
         _ = omni_core.no_such_name
+
+
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    # Importing omni_core.x makes x an attribute of the package, whatever __getattr__ would say.
+    modules = {path.stem for path in SOURCE.glob("*.py")} | {"algorithms", "testing"}
+    assert modules & set(PUBLIC) == set()
 
 
 def test_the_suites_that_a_fork_proves_its_plugin_with_are_these() -> None:
