@@ -268,7 +268,7 @@ def _rollout_correction(case: Case) -> Result:
         importance=None if level is None else case.choice(ImportanceLevel, level),
         importance_threshold=case.param("rollout_is_threshold"),
         rejection=None if statistic is None else case.choice(RejectionStatistic, statistic),
-        **({} if band is None else {"band": band}),
+        **({} if band is None else {"band": tuple(float(n) for n in str(band).split("_"))}),
     )
     found = rollout_correction(
         options,

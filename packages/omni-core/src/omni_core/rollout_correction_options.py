@@ -6,31 +6,12 @@ The formulas are in rollout_correction.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 
 from omni_core.choices import ImportanceLevel, RejectionStatistic
 from omni_core.options import positive
-
-
-def _band_of(value: object) -> tuple[float, ...]:
-    """`0.5_2.0`, a pair or one number, as numbers."""
-    if isinstance(value, str):
-        parts = value.split("_")
-    elif isinstance(value, int | float):
-        parts = [str(value)]
-    elif isinstance(value, tuple | list):
-        parts = [str(part) for part in value]
-    else:
-        parts = []
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 2) or not all(0.0 < n < math.inf for n in numbers):
-        msg = f"expected `hi` or `lo_hi`, above 0, got {value!r}"
-        raise ValueError(msg)
-    return tuple(numbers)
 
 
 @attrs.frozen(kw_only=True)
@@ -43,9 +24,9 @@ class RolloutCorrectionOptions:
     """Weights are clipped above at this."""
     rejection: RejectionStatistic | None = None
     """None rejects no row."""
-    band: tuple[float, ...] = attrs.field(default=(0.5, 2.0), converter=_band_of)
-    """`lo_hi`, or `hi`. k1 is kept within [log lo, log hi] (lo is 1 / hi if not given); k2, k3 and z up
-    to hi. The band of language models, 0.5_2.0, never rejects mean-reduced log-probs: take `z_k1`, or
+    band: tuple[float, ...] = attrs.field(default=(0.5, 2.0))
+    """`[lo, hi]`, or `[hi]`. k1 is kept within [log lo, log hi] (lo is 1 / hi if not given); k2, k3 and z up
+    to hi. The band of language models, [0.5, 2], never rejects mean-reduced log-probs: take `z_k1`, or
     a band on the scale of the noise floor."""
 
     @property
@@ -57,6 +38,12 @@ class RolloutCorrectionOptions:
     def high(self) -> float:
         """hi."""
         return self.band[-1]
+
+    @band.validator
+    def _one_or_two(self, _: Any, value: tuple[float, ...]) -> None:
+        if len(value) not in (1, 2) or not all(0.0 < number < math.inf for number in value):
+            msg = f"expected [hi] or [lo, hi], above 0, got {list(value)}"
+            raise ValueError(msg)
 
     def __attrs_post_init__(self) -> None:
         two_sided = self.rejection is not None and self.rejection.two_sided
