@@ -124,6 +124,13 @@ def medians(steps: Sequence[Seconds]) -> Seconds:
     return {name: round(statistics.median(s[name] for s in steps), 4) for name in steps[0]}
 
 
+def apart(step: Seconds) -> Seconds:
+    """Split a step without overlap, where a group is scored within the time of sampling."""
+    sample = step["sample"] - step["reward"]
+    known = step["sample"] + step["reward_wait"] + step["update"] + step["push"]
+    return {**step, "sample": sample, "rest": step["step"] - known}
+
+
 def beside_the_floor(steps: int) -> dict[str, Any]:
     """Measure both, alternating."""
     config = configure(
@@ -138,13 +145,10 @@ def beside_the_floor(steps: int) -> dict[str, Any]:
         parts = floor.step()
         floors.append({**since(start), **parts})
 
-    product = medians(run(config, between))
+    product = medians([apart(step) for step in run(config, between)])
     bare = medians(floors[WARM_UP:])
     floor_s, step_s = bare.pop("step"), product.pop("step")
     floor_cpu, step_cpu = bare.pop("cpu"), product.pop("cpu")
-    # Without overlap a group is scored as soon as it is there: within the time of sampling.
-    product["sample"] = round(product["sample"] - product["reward"], 4)
-    product["rest"] = round(step_s - sum(product.values()), 4)
     return {
         "floor_s": floor_s,
         "step_s": step_s,
