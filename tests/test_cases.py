@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 CASES = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 15, 16, 17, 18, 19, 20, 22, 24, 26, 28, 29, 32, 33, 34, 35, 36]
 # fmt: on
-LISTED = re.findall(r"^\| (\d+) \|", (ROOT / "docs/cases.md").read_text(), re.MULTILINE)
+PAGE = ROOT / "docs/cases.md"
+ROWS = re.findall(r"^\| (\d+) \|[^|]*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+LISTED = {int(number): re.findall(r"\]\((.*?)\)", links) for number, links in ROWS}
 TESTS = [
     path
     for folder in (ROOT / "tests", *ROOT.glob("packages/*/tests"))
@@ -24,7 +26,7 @@ def named(text: str) -> set[int]:
 
 
 def test_the_table_lists_the_cases_in_order():
-    assert [int(number) for number in LISTED] == CASES
+    assert list(LISTED) == CASES
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -32,3 +34,6 @@ def test_a_test_names(case):
     assert [path.name for path in TESTS if case in named(path.read_text())], (
         f"no function test_..case_{case}.. in tests/ or packages/*/tests"
     )
+    assert LISTED[case], "name the test in docs/cases.md"
+    for link in LISTED[case]:
+        assert case in named((PAGE.parent / link).read_text()), f"{link} does not name case {case}"
