@@ -18,6 +18,7 @@ from omni_core.choices import StepKind
 from omni_core.records import TensorRecord, join
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
+from omni_core.seeds import step_noise
 
 __all__ = [
     "BatchPlace",
@@ -236,6 +237,23 @@ class Trajectory(TensorRecord):
         """Latents before step *index* (int64 [B]): modality -> [B, ...]."""
         rows = torch.arange(self.rows, device=index.device)
         return {name: value[rows, index] for name, value in self.latents.items()}
+
+    def drawn_noise(self, rows: Tensor, steps: Tensor) -> dict[str, Tensor]:
+        """What stochastic steps were drawn with, again, from their samples' seeds.
+
+        Args:
+            rows: int64 [M].
+            steps: int64 [M], each among its row's `step_indices`.
+
+        Returns:
+            modality -> float32 [M, ...] on the CPU.
+        """
+        shapes = {name: tuple(value.shape[2:]) for name, value in self.latents.items()}
+        parts = [
+            step_noise(self.records[row].seed, step, shapes)
+            for row, step in zip(rows.tolist(), steps.tolist(), strict=True)
+        ]
+        return {name: torch.cat([part[name] for part in parts]) for name in shapes}
 
     def select(self, rows: Tensor) -> Trajectory:
         """Take rows (int64 [n]); conditioning keeps only the prompts that are still used."""

@@ -23,6 +23,7 @@ from omni_core.engine import (
     OptimizerReport,
     StepPrediction,
     TrainBatch,
+    needs_noise,
     needs_reference,
 )
 from omni_core.metrics import Moments, merge
@@ -138,7 +139,9 @@ class ToyEngine(BaseEngine):
         if needs_reference(loss_function):
             with torch.no_grad(), self.disable_adapter():
                 reference = self._predict(micro_batch)
-        result = loss_function(micro_batch.loss_inputs(current, reference))
+        result = loss_function(
+            micro_batch.loss_inputs(current, reference, noise=needs_noise(loss_function))
+        )
         counts = micro_batch.weights > 0
         # Not a product with 0: a row that counts for nothing may be anything, also not finite.
         weighed = torch.where(counts, micro_batch.weights * result.terms, 0.0)

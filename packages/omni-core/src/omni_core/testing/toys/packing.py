@@ -14,14 +14,16 @@ from torch import Tensor
 from omni_core.engine import LossInputs, StepPrediction, TrainBatch
 from omni_core.model import Denoiser, Guidance, Step
 from omni_core.reverse_step import Latents, reverse_step
-from omni_core.trajectory import Conditioning, SamplingSpec
+from omni_core.trajectory import Conditioning, SamplingSpec, Trajectory
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatch:
     """M (sample, step) pairs."""
 
-    spec: SamplingSpec
+    trajectory: Trajectory
+    rows: Tensor
+    """int64 [M], rows of the trajectory."""
     index: Tensor
     """int64 [M], steps of the schedule."""
     before: Latents
@@ -36,12 +38,20 @@ class MicroBatch:
     """[M] each."""
     denominator: float
 
-    def loss_inputs(self, current: StepPrediction, reference: StepPrediction | None) -> LossInputs:
-        """Put predictions and data together."""
+    @property
+    def spec(self) -> SamplingSpec:
+        """How the rows were sampled."""
+        return self.trajectory.effective
+
+    def loss_inputs(
+        self, current: StepPrediction, reference: StepPrediction | None, *, noise: bool
+    ) -> LossInputs:
+        """Put predictions and data together, with the noise of the steps if it is asked for."""
         sigma, sigma_next = self.spec.schedule().at(self.index)
         return LossInputs(
             current=current,
             reference=reference,
+            noise=self.trajectory.drawn_noise(self.rows, self.index) if noise else None,
             old_log_probs=self.old_log_probs,
             advantages=self.advantages,
             weights=self.weights,
@@ -59,7 +69,8 @@ def pack(batch: TrainBatch, size: int) -> Iterator[MicroBatch]:
     for start in range(0, rows * window, size):
         row, index = row_of[start : start + size], index_of[start : start + size]
         yield MicroBatch(
-            spec=trajectory.effective,
+            trajectory=trajectory,
+            rows=row,
             index=index,
             before={name: value[row, index] for name, value in trajectory.latents.items()},
             after={name: value[row, index + 1] for name, value in trajectory.latents.items()},
