@@ -48,5 +48,16 @@ def test_case_22_the_script_draws_the_trainers_own_pictures(run, tmp_path):
     assert difference(drawn, before) > 20
 
 
+def test_the_config_of_ones_own_run_is_valid(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    path = tmp_path / "my_run.yaml"
+    path.write_text(text)
+
+    config = load_run(str(path)).config
+
+    assert config.rows_per_step == 48 * 24
+    assert config.trainer.ranks == 8
+
+
 def difference(first, second) -> int:
     return int(np.abs(first.astype(int) - second.astype(int)).max())
