@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib import import_module
 from typing import Any
 
 import ray
 import structlog
 
-from omni_trainer.rpc.environment import ADDRESS, QUIET
+from omni_trainer.rpc.environment import ADDRESS, ONE_MACHINE
 
 log = structlog.get_logger()
 
@@ -29,9 +30,17 @@ def connect(*, cpus: int | None = None) -> bool:
     if os.environ.get(ADDRESS):
         ray.init(**quiet)
     else:
+        _stay_on_loopback()
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
     log.info("ray.connected", resources=available())
     return True
+
+
+def _stay_on_loopback() -> None:
+    """Keep a Ray that is about to start off the network, also where ray was imported by others first."""
+    os.environ.setdefault(ONE_MACHINE, "0")
+    constants: Any = import_module("ray._private.ray_constants")
+    constants.ENABLE_RAY_CLUSTER = constants.env_bool(ONE_MACHINE, False)
 
 
 def available() -> dict[str, float]:
@@ -42,5 +51,4 @@ def available() -> dict[str, float]:
 
 def worker_environment(threads: int) -> dict[str, dict[str, str]]:
     """Make the runtime environment of a worker: its threads, which sleep while they wait."""
-    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    return {"env_vars": {**QUIET, **own}}
+    return {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 ADDRESS = "RAY_ADDRESS"
 QUIET = {
@@ -12,7 +13,7 @@ QUIET = {
 }
 """Nothing is reported to anybody, devices stay visible to workers that ask for none, and a client shows
 the token of this user."""
-_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for one machine alone: "0" binds all its servers to loopback, on every system."""
 
 
@@ -25,7 +26,9 @@ def prepare(address: str | None = None) -> None:
     """
     if address is not None:
         os.environ[ADDRESS] = address
+    if "ray" in sys.modules:
+        return  # it has read its environment; half of the settings would not fit the other half
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if not os.environ.get(ADDRESS):
-        os.environ.setdefault(_LOOPBACK_ONLY, "0")
+        os.environ.setdefault(ONE_MACHINE, "0")
