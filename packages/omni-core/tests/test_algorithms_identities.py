@@ -53,7 +53,7 @@ from omni_core.forward_process import (
     velocity_error,
 )
 from omni_core.kl import gaussian_kl
-from omni_core.reverse_step import ReverseStep, old_mean, reverse_step
+from omni_core.reverse_step import ReverseStep, old_mean, reverse_step, transition_std
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing import forward_loss_inputs, loss_inputs, trained_leaf
 
@@ -231,6 +231,22 @@ def test_distillation_is_the_exact_kl_to_the_teacher() -> None:
     assert ((gradient * apart).flatten(1).sum(1) > 0).all()
     equal = Distillation(DistillationOptions()).loss(loss_inputs(apart=0.0))
     assert equal.terms.abs().max() == 0.0
+
+
+@pytest.mark.parametrize("kind", STOCHASTIC)
+def test_case_5_the_kl_from_the_old_policy_has_the_samplers_deviation(kind: StepKind) -> None:
+    given = loss_inputs(kind=kind, apart=0.05)
+    assert given.noise is not None
+    schedule = FlowMatchSchedule.linear(6, shift=3.0)
+    sigma, after = schedule.at(torch.arange(6) % 5)
+    std = transition_std(
+        kind, sigma, after, sigma_guard=schedule.sigma_guard, noise_level=0.7
+    ).double()
+    torch.testing.assert_close(given.current.std, std, rtol=1e-6, atol=0.0)
+    found = FlowDPPO(FlowDPPOOptions(kind=kind)).loss(given).metrics["kl_old"]
+    move = given.current.mean["image"].detach() - old_mean(given.current, given.noise)["image"]
+    by_hand = move.square().flatten(1).mean(1) / (2.0 * given.current.std.square())
+    torch.testing.assert_close(found, by_hand, rtol=1e-12, atol=0.0)
 
 
 def dppo(ratio: Sequence[float], advantages: Sequence[float], delta: float) -> tuple[Any, Tensor]:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import attrs
 
 from omni_core import plugins
-from omni_core.algorithm import Algorithm, Policy
+from omni_core.algorithm import Algorithm, Policy, Prediction
 from omni_core.engine import LossInputs, LossTerms
 from omni_core.forward_process import ForwardLossInputs
 from omni_core.options import AlgorithmConfig, DiffusionLossConfig
@@ -69,10 +69,14 @@ class ConfiguredLoss:
     config: DiffusionLossConfig
 
     @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """Every forward that the algorithm asks for; the first is the trained one."""
+        return algorithm(self.config).predictions
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the algorithm asks for the reference's prediction."""
-        predictions = algorithm(self.config).predictions
-        return any(prediction.policy is Policy.REFERENCE for prediction in predictions)
+        return any(prediction.policy is Policy.REFERENCE for prediction in self.predictions)
 
     @property
     def needs_noise(self) -> bool:

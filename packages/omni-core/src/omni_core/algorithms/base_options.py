@@ -131,7 +131,7 @@ class StochasticOptions(AlgorithmConfig):
 
 
 @attrs.frozen(kw_only=True)
-class PolicyGradientOptions(StochasticOptions, AdvantageOptions):
+class PolicyGradientOptions(AdvantageOptions, StochasticOptions):
     """A policy gradient on the log-probs of stochastic steps, with advantages within groups."""
 
     kl_coef: float = attrs.field(default=0.0, validator=not_negative)
