@@ -320,7 +320,7 @@ def main(rank: int, size: int, store: str, model: Path, out: Path) -> None:
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=30),
+        timeout=timedelta(seconds=120),
     )
     for scenario in SCENARIOS:
         scenario(rank, model, out)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from omni_core.options import DType
 
+pytestmark = pytest.mark.timeout(300)  # two processes import everything first, maybe on one core
+
 RANKS = (0, 1)
 SHARDINGS = ("replicate", "shard")
 
@@ -45,7 +47,7 @@ def out(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Path:
                 )
             )
     try:
-        codes = [process.wait(timeout=90) for process in started]
+        codes = [process.wait(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from omni_core import device as devices
@@ -45,6 +46,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     device: torch.device
     mesh: DeviceMesh
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
+    units: Mapping[str, Sequence[FSDPModule]]
+    """Expert -> its FSDP units, the root first."""
     optimizer: AdamW | None
     weight_version: int
     """Optimizer steps taken; kept by checkpoints, so that it only grows."""
@@ -58,6 +61,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     ) -> None:
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.parameters = {}
+        self.layers = ()
         self.optimizer = None
         self.schedule_steps = 0
         """How far the learning rate's schedule is."""
@@ -109,6 +113,11 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         self.parameters = {
             name: dict(expert.named_parameters()) for name, expert in self.denoiser.experts.items()
         }
+        experts = self.denoiser.experts
+        self.units = {name: sharding.units_of(expert) for name, expert in experts.items()}
+        self.layers = tuple(
+            layer for expert in experts.values() for layer in lora.layers_of(expert).values()
+        )
         for name in self._more_adapters:
             self.copy_adapter(DEFAULT, name)
         if self.optimizer_config is not None:
@@ -272,8 +281,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
 
     def prepare_weights(self) -> None:
         """Free gathered copies, so that what modules hold are the sharded weights themselves."""
-        for expert in self.denoiser.experts.values():
-            sharding.reshard(expert)
+        for units in self.units.values():
+            sharding.reshard(units)
 
     # -- parallelism ------------------------------------------------------------------------------
 

@@ -18,8 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from omni_core.model import Denoiser
-from omni_core.options import DiffusionModelConfig, LoRAConfig
+from omni_core.options import LoRAConfig
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import sharding
 
@@ -152,16 +151,20 @@ def _keeping_grad(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], Non
 class LoRAAdapterMixin:
     """Named policy adapters (`default`, `old`, ...) on every expert of an engine's denoiser."""
 
-    model_config: DiffusionModelConfig
-    denoiser: Denoiser
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
     """Expert -> name -> sharded parameter."""
+    layers: Sequence[LoraLayer]
+    """Adapted modules of all experts."""
+
+    def prepare_weights(self) -> None:
+        """Free gathered copies, so that what modules hold are the sharded weights themselves."""
+        raise NotImplementedError
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters that exist; the first is trained. Empty without LoRA."""
         names: dict[str, None] = {}
-        for layer in self._layers():
+        for layer in self.layers:
             names.update(dict.fromkeys(layer.lora_A))
         return tuple(names)
 
@@ -193,7 +196,7 @@ class LoRAAdapterMixin:
         Raises:
             ValueError: no such adapter. Without LoRA, `default` names the trained weights themselves.
         """
-        layers = self._layers()
+        layers = self.layers
         if not layers and name == DEFAULT:
             yield
             return
@@ -211,19 +214,12 @@ class LoRAAdapterMixin:
         Raises:
             ValueError: there is no adapter: every weight is trained, and no base is kept.
         """
-        layers = self._layers()
+        layers = self.layers
         if not layers:
             msg = "there is no adapter to disable: model.lora is null, so no base model is kept"
             raise ValueError(msg)
         with switched(layers, lambda layer: layer.enable_adapters(False)):
             yield
-
-    def _layers(self) -> list[LoraLayer]:
-        return [
-            layer
-            for expert in self.denoiser.experts.values()
-            for layer in layers_of(expert).values()
-        ]
 
     def _require_adapter(self, name: str) -> None:
         if name not in self.adapters:
@@ -260,9 +256,9 @@ class LoRAAdapterMixin:
     def _pairs(self, source: str, target: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's parts of every tensor of two adapters, to be written to."""
         sources, targets = self.adapter_parameters(source), self.adapter_parameters(target)
-        for expert, module in self.denoiser.experts.items():
-            sharding.reshard(module)
-            for name, parameter in sources[expert].items():
+        self.prepare_weights()
+        for expert, parameters in sources.items():
+            for name, parameter in parameters.items():
                 target_parameter = targets[expert][name]
                 yield (
                     sharding.local(parameter.detach()),

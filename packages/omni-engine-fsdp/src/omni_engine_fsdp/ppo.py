@@ -47,6 +47,9 @@ class _Forward:
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     """Trains on trajectories by the log-probs of their stochastic steps."""
 
+    _half_way = False
+    """Whether gradients of some micro-batches are not synced: FSDP2 keeps those to itself."""
+
     def forward_backward_batch(
         self,
         data: TrainBatch | TensorDict,
@@ -62,12 +65,19 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         Raises:
             ValueError: no loss to train with, or nothing to train on.
             CallPlanError: ranks are about to make different calls.
+            RuntimeError: an earlier call failed after its first backward.
         """
         batch = TrainBatch.of(data)
         loss = loss_function or self.loss_function
         if loss is None and not forward_only:
             msg = "forward_backward_batch needs a loss: set_loss_fn, or pass loss_function"
             raise ValueError(msg)
+        if self._half_way and not forward_only:
+            msg = (
+                "an earlier update failed between its micro-batches, and FSDP2 still holds part of its "
+                "gradients: load a checkpoint into a new engine"
+            )
+            raise RuntimeError(msg)
         phase = ("predict" if forward_only else "train") + (
             " with reference" if needs_reference(loss) else ""
         )
@@ -83,19 +93,22 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         done: list[_Forward] = []
         for micro_batch in micro_batches:
             if not forward_only:
-                expert = self.denoiser.experts[micro_batch.expert]
-                sharding.sync_gradients(expert, micro_batch.last)
+                sharding.sync_gradients(self.units[micro_batch.expert], micro_batch.last)
             forward = self._forward(micro_batch, loss)
             if not forward_only:
-                assert forward.share is not None
-                forward.share.backward()  # type: ignore[no-untyped-call]
+                self._backward(forward)
             if not micro_batch.dummy:
                 done.append(attrs.evolve(forward, share=None))
                 if forward_only:
-                    log_probs[micro_batch.rows, micro_batch.columns] = (
-                        forward.log_probs.float().cpu()
-                    )
+                    scores = forward.log_probs.float().cpu()
+                    log_probs[micro_batch.rows, micro_batch.columns] = scores
+        self._half_way = False
         return BatchOutput(metrics=_moments(done), log_probs=log_probs if forward_only else None)
+
+    def _backward(self, forward: _Forward) -> None:
+        assert forward.share is not None
+        self._half_way = True
+        forward.share.backward()  # type: ignore[no-untyped-call]
 
     def forward_step(
         self, micro_batch: MicroBatch, loss_function: LossFunction | None, *, forward_only: bool

@@ -59,8 +59,9 @@ def replicates_base(
     config: FSDPEngineConfig, frozen_bytes: int, *, device: torch.device, ranks: int
 ) -> bool:
     """Decide whether frozen weights are kept whole on every rank."""
-    if config.shard_base is not ShardBase.AUTO:
-        return config.shard_base is ShardBase.REPLICATE
+    wanted = ShardBase(config.shard_base)
+    if wanted is not ShardBase.AUTO:
+        return wanted is ShardBase.REPLICATE
     return ranks == 1 or frozen_bytes <= config.base_memory_share * total_memory(device)
 
 
@@ -95,20 +96,20 @@ def shard(
 
 
 def units_of(expert: nn.Module) -> list[FSDPModule]:
-    """Return every FSDP unit of a sharded expert, the root first."""
+    """Return every FSDP unit of a sharded expert, the root first. Walks all modules: keep the list."""
     return [module for module in expert.modules() if isinstance(module, FSDPModule)]
 
 
-def sync_gradients(expert: nn.Module, last: bool) -> None:
+def sync_gradients(units: Sequence[FSDPModule], last: bool) -> None:
     """Reduce gradients over ranks (and free gathered weights) in the next backward only if *last*."""
-    assert isinstance(expert, FSDPModule)
-    expert.set_requires_gradient_sync(last)
-    expert.set_reshard_after_backward(last)
+    for unit in units:
+        unit.set_requires_gradient_sync(last, recurse=False)
+        unit.set_reshard_after_backward(last, recurse=False)
 
 
-def reshard(expert: nn.Module) -> None:
+def reshard(units: Sequence[FSDPModule]) -> None:
     """Free gathered parameters: what is registered on the modules are then the sharded ones."""
-    for unit in units_of(expert):
+    for unit in units:
         unit.reshard()
 
 
