@@ -218,3 +218,11 @@ def test_an_unexpected_error_shows_its_traceback_and_exits_with_1(monkeypatch, c
 
     assert cli.main(["plugins"]) == 1
     assert capsys.readouterr().err.endswith("RuntimeError: the disk is on fire\n")
+
+
+def test_what_is_piped_has_no_colour_and_one_line_a_row(stranger, capsys):
+    cli.main(["plugins"])
+
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert all(line.startswith(("group ", "omni.")) for line in out.splitlines())
