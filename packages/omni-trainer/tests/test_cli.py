@@ -153,9 +153,9 @@ def test_config_show_says_where_each_value_came_from(run_file, capsys):
 
     lines = capsys.readouterr().out.splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines}
-    assert table["optimizer.lr"] == ["0.0001", "command", "line"]
-    assert table["data.prompts_per_step"] == ["2", run_file]
-    assert table["optimizer.eps"] == ["1e-08", "default"]
+    assert table["optimizer.lr"] == ["command", "line", "0.0001"]
+    assert table["data.prompts_per_step"] == [run_file, "2"]
+    assert table["optimizer.eps"] == ["default", "1e-08"]
     starts = {line.index(end) for line, end in zip(lines[1:], ends(lines[1:]), strict=True)}
     assert len(starts) == 1
 

@@ -26,8 +26,8 @@ def show(source: str, overrides: Sequence[str], *, as_yaml: bool) -> int:
     for path, value in config.leaves(values):
         origin = config.source_of(path, loaded.resolved.sources)
         style = "dim" if origin == "default" else ""
-        rows.append([Text(path, style), Text(_said(value), style), Text(origin, style)])
-    print_table(["key", "value", "from"], rows)
+        rows.append([Text(path, style), Text(origin, style), Text(_said(value), style)])
+    print_table(["key", "from", "value"], rows)
     return 0
 
 

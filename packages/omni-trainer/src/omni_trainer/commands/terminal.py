@@ -20,11 +20,10 @@ def console() -> Console:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """Print *rows* below *headings*, aligned; the last column takes what is left of the line."""
+    """Print *rows* below *headings*, aligned; on a narrow terminal all but the first two columns wrap."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for place, heading in enumerate(headings):
-        last = place == len(headings) - 1
-        table.add_column(heading, no_wrap=not last, overflow="fold")
+        table.add_column(heading, no_wrap=place < 2, overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
     console().print(table)
