@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import attrs
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -23,6 +22,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor, nn
 
+from omni_core.families.sd3 import SD3Conditioning
 from omni_core.model import (
     Codec,
     Conditioner,
@@ -42,20 +42,6 @@ EXPERT = "transformer"
 IMAGE = "image"
 MAX_TEXT = 512
 """T5 tokens that the stock pipeline takes at most."""
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class SD3Conditioning(Conditioning):
-    """What the stock pipeline's `encode_prompt` returns, in the encoders' dtype."""
-
-    prompt_embeds: Tensor
-    """[G, L, D]."""
-    pooled: Tensor
-    """[G, P]."""
-    negative_prompt_embeds: Tensor | None = None
-    """[G, L, D]; None without guidance."""
-    negative_pooled: Tensor | None = None
-    """[G, P]; None without guidance."""
 
 
 class SD3Denoiser(Denoiser):
