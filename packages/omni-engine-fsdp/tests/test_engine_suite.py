@@ -1,4 +1,4 @@
-"""The engine keeps what every engine keeps (`omni_core.testing`), at one rank and in float32."""
+"""The engine keeps what every engine keeps (`omni_core.testing`), at one rank, in both precisions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from omni_core.choices import StepKind
 from omni_core.engine import BaseEngine
-from omni_core.options import DiffusionSamplingConfig, OptimizerConfig
+from omni_core.options import DiffusionSamplingConfig, DType, OptimizerConfig
 from omni_core.rollout import BaseRollout
 from omni_core.testing.engine_suite import EngineFactory, EngineSuite, RolloutFactory
 from omni_core.trajectory import SamplingSpec
@@ -17,6 +17,7 @@ from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, PPODiffusersFSD
 
 
 class TestPPODiffusersFSDPEngine(EngineSuite):
+    dtype = DType.FLOAT32
     untouched = tuple(
         # The text stream ends in the last block, whose queries of the text are used by nobody.
         f"transformer.transformer_blocks.1.attn.add_q_proj.lora_{factor}.weight"
@@ -30,7 +31,12 @@ class TestPPODiffusersFSDPEngine(EngineSuite):
         def make(
             *, micro_batch_size: int = 8, optimizer: OptimizerConfig | None = None
         ) -> BaseEngine:
-            return build_engine(tiny_sd3, micro_batch_size=micro_batch_size, optimizer=optimizer)
+            return build_engine(
+                tiny_sd3,
+                dtype=self.dtype,
+                micro_batch_size=micro_batch_size,
+                optimizer=optimizer,
+            )
 
         return make
 
@@ -53,3 +59,8 @@ class TestPPODiffusersFSDPEngine(EngineSuite):
             kind=StepKind.SDE,
             noise_level=0.7,
         )
+
+
+class TestPPODiffusersFSDPEngineInFloat64(TestPPODiffusersFSDPEngine):
+    dtype = DType.FLOAT64
+    gradient_bound = 1e-12
