@@ -306,14 +306,11 @@ def test_a_run_on_ray_is_the_run_in_one_process(started, train, metrics):
 def descendants(pid):
     """Processes below *pid*: pid -> command line."""
     parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                )
-            except FileNotFoundError:
-                continue
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
     found = {pid}
     while True:
         more = {child for child, parent in parents.items() if parent in found} - found
