@@ -104,16 +104,13 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         frozen = config.lora is not None
         stored = precision.compute_dtype if frozen else precision.master_dtype
         self.denoiser = self.family.load_denoiser(stored(config.dtype))
-        for name, expert in self.denoiser.experts.items():
+        experts = self.denoiser.experts
+        for name, expert in experts.items():
             expert.requires_grad_(not frozen)
             self._adapt(name, expert)
             self._checkpoint_activations(name, expert)
-            expert.to(self.device)
-            self._shard(expert)
-        self.parameters = {
-            name: dict(expert.named_parameters()) for name, expert in self.denoiser.experts.items()
-        }
-        experts = self.denoiser.experts
+        self._shard()
+        self.parameters = {name: dict(e.named_parameters()) for name, e in experts.items()}
         self.units = {name: sharding.units_of(expert) for name, expert in experts.items()}
         self.layers = tuple(
             layer for expert in experts.values() for layer in lora.layers_of(expert).values()
@@ -153,23 +150,24 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             raise ValueError(msg)
         enable()
 
-    def _shard(self, expert: nn.Module) -> None:
-        config = self.engine_config
-        frozen = sharding.nbytes(p for p in expert.parameters() if not p.requires_grad)
+    def _shard(self) -> None:
+        config, experts = self.engine_config, self.denoiser.experts.values()
+        frozen = sharding.nbytes(p for e in experts for p in e.parameters() if not p.requires_grad)
         replicate = self.model_config.lora is not None and sharding.replicates_base(
             config, frozen, device=self.device, ranks=self.mesh.size()
         )
         free = config.reshard_after_forward
-        sharding.shard(
-            expert,
-            self.denoiser.shard_units(expert),
-            mesh=self.mesh,
-            policy=precision.mixed_precision(self.model_config.dtype),
-            replicate_base=replicate,
-            reshard_after_forward=(not replicate and self.mesh.size() > 1)
-            if free is None
-            else free,
-        )
+        if free is None:
+            free = not replicate and self.mesh.size() > 1
+        for expert in experts:
+            sharding.shard(
+                expert.to(self.device),
+                self.denoiser.shard_units(expert),
+                mesh=self.mesh,
+                policy=precision.mixed_precision(self.model_config.dtype),
+                replicate_base=replicate,
+                reshard_after_forward=free,
+            )
 
     def _log_made(self) -> None:
         trained = self.trained()

@@ -82,7 +82,7 @@ def shard(
         mesh: One axis.
         policy: See `precision.mixed_precision`.
         replicate_base: Leave frozen parameters alone.
-        reshard_after_forward: Free gathered parameters after a unit's forward.
+        reshard_after_forward: Free gathered parameters after the forward of each of the units.
     """
     frozen = {p for p in expert.parameters() if not p.requires_grad}
     for module in (*units, expert):
@@ -90,7 +90,8 @@ def shard(
             module,
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
+            # Backward starts at the root: what it frees would be gathered again at once.
+            reshard_after_forward=reshard_after_forward and module is not expert,
             ignored_params=frozen if replicate_base else None,
         )
 
