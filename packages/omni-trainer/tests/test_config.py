@@ -43,7 +43,7 @@ def test_later_layers_win_and_each_value_says_where_it_is_from(toy_source):
 
 
 def test_an_unknown_recipe_names_those_that_are_installed():
-    with pytest.raises(PluginNotFoundError, match="no omni.recipes plugin named 'quikstart'"):
+    with pytest.raises(PluginNotFoundError, match="plugin named 'quikstart'"):
         load_run("quikstart")
 
 

@@ -23,9 +23,10 @@ def stopped(step):
         if self.step == step:
             raise StoppedError
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoppedError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "train", stopping)
-        yield
+        with pytest.raises(StoppedError):
+            yield
 
 
 def checkpoint(directory, step):
