@@ -14,6 +14,7 @@ from omni_core.reward import RewardResult
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing.toys import (
     ToyEngine,
+    ToyEngineConfig,
     ToyReward,
     ToyRewardConfig,
     ToyRollout,
@@ -269,8 +270,6 @@ class Coarse(ToyEngine):
 def test_old_log_probs_come_from_training_where_the_floor_is_near_the_clip(
     train, variant, metrics, clip, recomputed
 ):
-    from omni_core.testing.toys import ToyEngineConfig
-
     variant(plugins.ENGINES, "diffusion.coarse", Coarse, ToyEngineConfig)
     summary = train("engine.name=coarse", f"algorithm.clip_ratio={clip}", "data.heldout=null")
     first = metrics(summary.run_dir)[0]
@@ -282,6 +281,38 @@ def test_old_log_probs_come_from_training_where_the_floor_is_near_the_clip(
 
 
 # -- failures ---------------------------------------------------------------------------------------
+
+
+class NaNEngine(ToyEngine):
+    """Its gradients are not finite from the second optimizer step on."""
+
+    def optimizer_step(self):
+        if self.weight_version == 1:
+            for _, parameter in self._trained():
+                parameter.grad.fill_(math.nan)
+        return super().optimizer_step()
+
+
+def test_case_30_steps_without_a_finite_gradient_are_counted_and_end_the_run(
+    train, variant, metrics, tmp_path
+):
+    variant(plugins.ENGINES, "diffusion.nan", NaNEngine, ToyEngineConfig)
+    with pytest.raises(WorkerError) as caught:
+        train(
+            "engine.name=nan",
+            "optimizer.max_nonfinite_steps=2",
+            "trainer.steps=9",
+            "checkpoint.every=1",
+            "data.heldout=null",
+        )
+    lines = metrics(tmp_path / "run")
+
+    assert "NonFiniteGradientsError: 3 optimizer steps in a row" in str(caught.value)
+    assert [line["actor/skipped_steps"] for line in lines] == [0, 1, 1]
+    assert [line["actor/weight_version"] for line in lines] == [1, 1, 1]
+    assert ["actor/grad_norm" in line for line in lines] == [True, False, False]
+    checkpoints = RunDirectory(tmp_path / "run").checkpoints(2)
+    assert [one.step for one in checkpoints.complete()] == [2, 3]
 
 
 class Broken(ToyRollout):

@@ -104,3 +104,12 @@ def test_other_prompts_are_refused(train, tmp_path):
     (tmp_path / "train.txt").write_text("a bright sign\n" * 9)
     with pytest.raises(ValueError, match="the prompts are not those of the checkpoint"):
         train(*RUN, resume=True)
+
+
+def test_a_run_that_ended_before_its_export_is_exported(train):
+    first = train(*RUN)
+    (first.run_dir / "exported.json").unlink()
+    again = train(*RUN, resume=True)
+
+    assert again.finished_before
+    assert again.export == first.export

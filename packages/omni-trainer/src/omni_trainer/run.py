@@ -50,8 +50,11 @@ def run_training(
     with run.locked():
         checkpoint = run.checkpoints(config.checkpoint.keep).latest() if resume else None
         first = 0 if checkpoint is None else checkpoint.step
-        if first >= config.trainer.steps:
+        if checkpoint is not None and first >= config.trainer.steps:
             log.warning("run.finished_already", steps=first, run=str(run_dir))
+            if not (run.path / EXPORTED).exists():  # it ended between its last save and its export
+                with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
+                    _export(config, run, group)
         else:
             _train(config, run, prompts, checkpoint)
         summary = summarise(config, run)

@@ -35,7 +35,6 @@ class Shell:
     """Made in the actor's process; `make` builds the worker there."""
 
     def __init__(self) -> None:
-        logs.configure(level="warning", json=True)
         self._worker: Any = None
         self._rendezvous: process.Rendezvous | None = None
 
@@ -52,6 +51,7 @@ class Shell:
 
     def make(self, factory: Factory, place: process.Place, address: Address | None) -> None:
         """Build the worker, once all ranks do."""
+        logs.configure(level="warning", json=True, role=place.role, rank=place.rank)
         with _told("start"):
             if address is not None and self._rendezvous is None:
                 host, port = address

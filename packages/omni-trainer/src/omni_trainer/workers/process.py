@@ -50,9 +50,8 @@ def registered_plugins() -> dict[tuple[str, str], plugins.Plugin]:
 
 
 def prepare(place: Place) -> None:
-    """Set this process up for its rank: threads, registered plugins, the rank in every log event."""
+    """Set this process up for its rank: its threads, and what the driver registered."""
     torch.set_num_threads(place.threads)
-    structlog.contextvars.bind_contextvars(role=place.role, rank=place.rank)
     for (group, name), plugin in place.registered.items():
         registry = plugins.registry(group)
         if name not in registry.names():
