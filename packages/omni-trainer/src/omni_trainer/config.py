@@ -192,7 +192,9 @@ class RunConfig:
     def actor(self) -> DiffusionActorConfig:
         """Everything that the trained policy needs, with what other sections decide filled in."""
         updates = self.trainer.steps * self.algorithm_options.updates_per_rollout
-        engine: EngineConfig = attrs.evolve(self.engine.options, seed=self.seeds.train)
+        engine: EngineConfig = attrs.evolve(
+            self.engine.options, seed=self.seeds.train, device=self.trainer.device
+        )
         total = self.optimizer.total_steps or updates
         return DiffusionActorConfig(
             model=self.model,
@@ -401,8 +403,11 @@ def _engine_rules(
         plugins.registry(plugins.ENGINES).get(name)
     except (plugins.PluginNotFoundError, plugins.PluginError) as exc:
         yield "engine.name", str(exc.args[0])
-    if getattr(engine.options, "seed", 0) != 0:
+    defaults = EngineConfig()
+    if getattr(engine.options, "seed", defaults.seed) != defaults.seed:
         yield "engine.seed", "set seeds.train instead: a run's seeds stand in one place"
+    if getattr(engine.options, "device", defaults.device) != defaults.device:
+        yield "engine.device", "set trainer.device instead: it is the device of the whole rank"
 
 
 def engine_name(options: AlgorithmConfig, engine: PluginChoice) -> str:

@@ -57,12 +57,15 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
         "reward/unscored": float(sum(not result.ok for result in results)),
         **_advantage_metrics(found),
     }
+    units = algorithm.units(found.advantages, groups, torch.tensor(valid))
+    trained = {row for unit in units for row in unit}
     advantages: list[float] = found.advantages.tolist()
-    return ScoredStep(rows=_rows(samples, advantages, valid), metrics=metrics)
+    rows = _rows(samples, advantages, [row in trained for row in range(len(keys))])
+    return ScoredStep(rows=rows, metrics=metrics)
 
 
 def _rows(
-    samples: Samples, advantages: Sequence[float], valid: Sequence[bool]
+    samples: Samples, advantages: Sequence[float], trained: Sequence[bool]
 ) -> tuple[PlannedRow, ...]:
     windows = {request.group_id: len(request.window) for request in samples.plan.requests}
     return tuple(
@@ -73,7 +76,7 @@ def _rows(
             weight=float(ok),
             trained_steps=windows[key[0]],
         )
-        for key, advantage, ok in zip(samples.plan.keys, advantages, valid, strict=True)
+        for key, advantage, ok in zip(samples.plan.keys, advantages, trained, strict=True)
     )
 
 

@@ -208,6 +208,7 @@ class ActorRolloutRefWorker:
         for batch in batches:
             parts.append(dict(self.training.train_batch(batch).metrics))
             self.algorithm.after_update(self.training, optimizer_step=self.training.optimizer_steps)
+        self.algorithm.after_rollout(self.training, optimizer_step=self.training.optimizer_steps)
         lr = parts[-1]["lr"].mean if parts else None
         skipped = round(sum(part["skipped"].total for part in parts))
         named = merge(parts)
