@@ -1,13 +1,24 @@
 from importlib.metadata import entry_points, metadata, requires
 
-import omni_rollout_vllm
+from omni_core.options import DiffusionRolloutConfig
+from omni_core.plugins import ROLLOUTS, registry
 
 
-def test_it_offers_no_rollout_yet():
-    offered = [p for p in entry_points(group="omni.rollouts") if "omni_rollout_vllm" in p.value]
+def test_it_offers_the_rollout_without_importing_an_engine():
+    plugin = registry(ROLLOUTS).get("vllm_omni")
 
-    assert offered == []
-    assert "no plugin is offered yet" in (omni_rollout_vllm.__doc__ or "")
+    assert issubclass(plugin.options, DiffusionRolloutConfig)
+    assert plugin.target == "omni_rollout_vllm.rollout:VllmOmniRollout"
+
+
+def test_vllm_finds_its_hooks():
+    for group in (
+        "vllm.platform_plugins",
+        "vllm_omni.platform_plugins",
+        "vllm_omni.general_plugins",
+    ):
+        (point,) = [p for p in entry_points(group=group) if "omni_rollout_vllm" in p.value]
+        assert callable(point.load())
 
 
 def test_the_gpu_extra_pins_one_pair_of_engines():
