@@ -138,10 +138,10 @@ def test_required_sections_are_named():
 
 def test_the_actor_gets_what_other_sections_decide(toy_source):
     actor = load_run(
-        toy_source, ["seeds.train=7", "algorithm.updates_per_rollout=2"]
+        toy_source, ["seeds.train=7", "trainer.device=cpu", "algorithm.updates_per_rollout=2"]
     ).config.actor()
 
-    assert actor.engine.seed == 7
+    assert (actor.engine.seed, actor.engine.device) == (7, "cpu")
     assert actor.optimizer.total_steps == 4
     assert actor.loss.name == "flow_grpo"
 

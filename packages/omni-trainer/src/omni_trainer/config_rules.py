@@ -1,0 +1,151 @@
+"""What has to fit together: rules between the sections of a run's config, each with the values that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omni_core import plugins
+from omni_core.choices import StepKind
+from omni_core.config import PluginChoice
+from omni_core.options import (
+    AlgorithmConfig,
+    DiffusionRolloutConfig,
+    EngineConfig,
+    RewardConfig,
+    RunFacts,
+)
+from omni_trainer.run_config import Backend, DataConfig, EvaluationConfig, TrainerConfig
+
+_LONG = 20
+"""Values that fit are listed up to this many."""
+
+
+def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (path, mistake) for each rule that the sections at hand break."""
+    algorithm, rollout, data, trainer = (
+        sections[name] for name in ("algorithm", "rollout", "data", "trainer")
+    )
+    yield from _plugin_bases(sections)
+    if algorithm is not None and rollout is not None and data is not None:
+        yield from _algorithm_rules(algorithm.options, rollout.options, data)
+        if trainer is not None:
+            yield from _divisibility(algorithm.options, rollout.options, data, trainer)
+    if algorithm is not None:
+        if algorithm.options.needs_reward and raw.get("reward") is None:
+            yield "reward", f"algorithm {algorithm.name!r} needs one: reward.name=..."
+        yield from _engine_rules(algorithm.options, sections["engine"])
+    if trainer is not None:
+        yield from _trainer_rules(trainer)
+    if sections["evaluation"] is not None:
+        yield from _evaluation_rules(sections["evaluation"], data)
+
+
+def _plugin_bases(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    bases = {
+        "engine": EngineConfig,
+        "rollout": DiffusionRolloutConfig,
+        "algorithm": AlgorithmConfig,
+        "reward": RewardConfig,
+    }
+    for name, base in bases.items():
+        choice = sections[name]
+        if choice is not None and not isinstance(choice.options, base):
+            yield (
+                f"{name}.name",
+                f"options of {choice.name!r} are {type(choice.options).__name__}, which does not "
+                f"derive from omni_core.{base.__name__}",
+            )
+
+
+def _algorithm_rules(
+    options: AlgorithmConfig, rollout: DiffusionRolloutConfig, data: DataConfig
+) -> Iterator[tuple[str, str]]:
+    facts = RunFacts(
+        num_inference_steps=rollout.sampling.num_inference_steps,
+        samples_per_prompt=rollout.samples_per_prompt,
+        prompts_per_step=data.prompts_per_step,
+    )
+    for path, text in options.mistakes(facts).items():
+        yield f"algorithm.{path}", text
+
+
+def _divisibility(
+    options: AlgorithmConfig,
+    rollout: DiffusionRolloutConfig,
+    data: DataConfig,
+    trainer: TrainerConfig,
+) -> Iterator[tuple[str, str]]:
+    prompts, samples = data.prompts_per_step, rollout.samples_per_prompt
+    parts = trainer.ranks * options.updates_per_rollout
+    if (prompts * samples) % parts == 0:
+        return
+    near = [n for n in range(1, prompts + parts + 1) if (n * samples) % parts == 0]
+    below, above = [n for n in near if n < prompts], [n for n in near if n > prompts]
+    fits = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+    ranks = [n for n in range(1, prompts * samples + 1) if _fits(prompts * samples, n, options)]
+    some = ", ".join(str(n) for n in ranks[:_LONG]) + (", ..." if len(ranks) > _LONG else "")
+    yield (
+        "data.prompts_per_step",
+        f"{prompts} prompts x rollout.samples_per_prompt {samples} = {prompts * samples} rows do not "
+        f"divide evenly into trainer.ranks {trainer.ranks} x algorithm.updates_per_rollout "
+        f"{options.updates_per_rollout} = {parts} parts; prompts_per_step {fits} would, and so would "
+        f"trainer.ranks {some or 'with another updates_per_rollout'}",
+    )
+
+
+def _fits(rows: int, ranks: int, options: AlgorithmConfig) -> bool:
+    return rows % (ranks * options.updates_per_rollout) == 0
+
+
+def _engine_rules(
+    options: AlgorithmConfig, engine: PluginChoice | None
+) -> Iterator[tuple[str, str]]:
+    if engine is None:
+        return
+    name = engine_name(options, engine)
+    try:
+        plugins.registry(plugins.ENGINES).get(name)
+    except (plugins.PluginNotFoundError, plugins.PluginError) as exc:
+        yield "engine.name", str(exc.args[0])
+    defaults = EngineConfig()
+    if getattr(engine.options, "seed", defaults.seed) != defaults.seed:
+        yield "engine.seed", "set seeds.train instead: a run's seeds stand in one place"
+    if getattr(engine.options, "device", defaults.device) != defaults.device:
+        yield "engine.device", "set trainer.device instead: it is the device of the whole rank"
+
+
+def engine_name(options: AlgorithmConfig, engine: PluginChoice) -> str:
+    """Name the engine's plugin: `model_type.backend`."""
+    return engine.name if "." in engine.name else f"{options.model_type}.{engine.name}"
+
+
+def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    if trainer.backend is Backend.LOCAL and trainer.ranks != 1:
+        yield (
+            "trainer.ranks",
+            f"{trainer.ranks} ranks need trainer.backend=ray; backend local has 1",
+        )
+    for tracker in trainer.trackers:
+        try:
+            plugins.registry(plugins.TRACKERS).get(tracker)
+        except (plugins.PluginNotFoundError, plugins.PluginError) as exc:
+            yield "trainer.trackers", str(exc.args[0])
+
+
+def _evaluation_rules(
+    evaluation: EvaluationConfig, data: DataConfig | None
+) -> Iterator[tuple[str, str]]:
+    stochastic = evaluation.kind is not StepKind.ODE
+    if stochastic != (evaluation.noise_level > 0):
+        wants = "above 0" if stochastic else "0"
+        yield (
+            "evaluation.noise_level",
+            f"evaluation.kind {evaluation.kind.value} takes a noise level of {wants}, got "
+            f"{evaluation.noise_level}",
+        )
+    if evaluation.every and data is not None and data.heldout is None:
+        yield (
+            "data.heldout",
+            f"evaluation.every={evaluation.every} needs a file of held-out prompts",
+        )
