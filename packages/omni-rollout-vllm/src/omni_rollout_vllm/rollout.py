@@ -282,10 +282,9 @@ class VllmOmniRollout(BaseRollout):
         )
         before = self._pushed.get(update.adapter)
         other = before is None or before.digest != pushed.digest
-        store = self._stores.setdefault(
-            update.adapter, BucketStore(bucket_bytes=self.options.bucket_mib * MIB)
-        )
-        for bucket in store.write(update.tensors):
+        if update.adapter not in self._stores:
+            self._stores[update.adapter] = BucketStore(bucket_bytes=self.options.bucket_mib * MIB)
+        for bucket in self._stores[update.adapter].write(update.tensors):
             self._ask(messages.TakeBucket(bucket=bucket))
         bound = [self._end(link, pushed) for link in self._pool.links]
         for one in bound:
