@@ -116,8 +116,6 @@ class EngineHost:
         """
         outputs = await self._run([self._request(batch, row) for row in batch.rows])
         carried = [output.output["metadata"][KEY] for output in outputs]
-        texts = tuple(dict.fromkeys(one["text"] for one in carried))
-        encoded = {one["text"]: one["encoded"] for one in carried if "encoded" in one}
         media = [Media(**one["media"]) for one in carried if "media" in one]
         return messages.SampledBatch(
             latents={
@@ -125,18 +123,17 @@ class EngineHost:
                 for name in carried[0]["latents"]
             },
             log_probs=torch.cat([one["log_probs"] for one in carried]),
-            conditioning=self._conditioning([encoded[text] for text in texts]),
-            prompts=texts,
+            conditioning={
+                one["text"]: self._conditioning(one["encoded"])
+                for one in carried
+                if "encoded" in one
+            },
             media=Media.concat(media) if media else None,
             effective=self._effective(batch, carried[0]),
         )
 
-    def _conditioning(self, encoded: Sequence[Sequence[Any]]) -> Conditioning:
-        parts = [
-            self.family.conditioning(branches[0], branches[1] if len(branches) == 2 else None)
-            for branches in encoded
-        ]
-        return type(parts[0]).concat(parts)
+    def _conditioning(self, branches: Sequence[Any]) -> Conditioning:
+        return self.family.conditioning(branches[0], branches[1] if len(branches) == 2 else None)
 
     def _effective(self, batch: messages.SampleBatch, carried: Any) -> SamplingSpec:
         """Say what was used, from what the pipeline was heard and seen to use."""

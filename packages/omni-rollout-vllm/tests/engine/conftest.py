@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_rollout_vllm.vllm_hooks import torchvision_importable
@@ -22,7 +23,6 @@ torchvision_importable()  # before anything imports diffusers
 from omni_core.options import (  # noqa: E402
     DiffusionModelConfig,
     DiffusionPipelineConfig,
-    DType,
     LoRAConfig,
     OptimizerConfig,
 )
@@ -143,8 +143,22 @@ def ready(sd3_rollout: VllmOmniRollout, adapter: dict[str, Tensor]) -> VllmOmniR
     return sd3_rollout
 
 
-def qwen_engine(path: Path) -> Any:
-    """What the rollout reads of a training engine, for a family that none of ours trains."""
-    pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=64)
-    model = DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=None, dtype=DType.FLOAT32)
-    return SimpleNamespace(model_config=model, get_data_parallel_rank=lambda: 0)
+@pytest.fixture(scope="session")
+def qwen() -> Callable[[Path], VllmOmniRollout]:
+    """Start a rollout of a Qwen-Image folder, READY with the weights that the folder has.
+
+    No engine of ours trains that family, so what the rollout reads of one is given as it is.
+    """
+
+    def start(path: Path) -> VllmOmniRollout:
+        pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=512)
+        model = DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=None)
+        made = VllmOmniRollout(
+            options(),
+            engine=SimpleNamespace(model_config=model, get_data_parallel_rank=lambda: 0),
+        )
+        weights = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
+        push(made, {f"transformer.{n}": v for n, v in weights.items()}, adapter=None)
+        return made
+
+    return start
