@@ -112,6 +112,8 @@ class Bound:
 class Sleep:
     """Give memory back."""
 
+    level: int = 1
+
 
 @attrs.frozen(kw_only=True)
 class Wake:

@@ -102,12 +102,12 @@ def adapter(engine: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in engine.get_per_tensor_param(adapter="default")}
 
 
-def options(**changes: Any) -> VllmOmniRolloutConfig:
+def make_options(**changes: Any) -> VllmOmniRolloutConfig:
     """Small batches, short limits."""
     return attrs.evolve(VllmOmniRolloutConfig(batch_size=4, limits=LIMITS), **changes)
 
 
-def push(
+def push_weights(
     rollout: VllmOmniRollout,
     tensors: Mapping[str, Tensor],
     *,
@@ -127,9 +127,21 @@ def push(
 
 
 @pytest.fixture(scope="session")
+def options() -> Callable[..., VllmOmniRolloutConfig]:
+    """See `make_options`."""
+    return make_options
+
+
+@pytest.fixture(scope="session")
+def push() -> Callable[..., None]:
+    """See `push_weights`."""
+    return push_weights
+
+
+@pytest.fixture(scope="session")
 def sd3_rollout(engine: PPODiffusersFSDPEngine) -> Iterator[VllmOmniRollout]:
     """One engine for all tests; use `ready`."""
-    made = VllmOmniRollout(options(), engine=engine)
+    made = VllmOmniRollout(make_options(), engine=engine)
     yield made
     made.close()
 
@@ -138,7 +150,7 @@ def sd3_rollout(engine: PPODiffusersFSDPEngine) -> Iterator[VllmOmniRollout]:
 def ready(sd3_rollout: VllmOmniRollout, adapter: dict[str, Tensor]) -> VllmOmniRollout:
     """READY, with the training engine's adapter, whatever the test before did."""
     sd3_rollout.wake()
-    push(sd3_rollout, adapter)
+    push_weights(sd3_rollout, adapter)
     assert sd3_rollout.state is RolloutState.READY
     return sd3_rollout
 
@@ -154,11 +166,11 @@ def qwen() -> Callable[[Path], VllmOmniRollout]:
         pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=512)
         model = DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=None)
         made = VllmOmniRollout(
-            options(),
+            make_options(),
             engine=SimpleNamespace(model_config=model, get_data_parallel_rank=lambda: 0),
         )
         weights = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
-        push(made, {f"transformer.{n}": v for n, v in weights.items()}, adapter=None)
+        push_weights(made, {f"transformer.{n}": v for n, v in weights.items()}, adapter=None)
         return made
 
     return start
