@@ -7,6 +7,7 @@ Everything that libraries print goes to this process's own output, which the rol
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from omni_rollout_vllm import messages, upstream, vllm_hooks
 
 def main(argv: list[str]) -> int:
     """Serve one connection."""
+    multiprocessing.set_start_method("spawn")  # what vLLM's workers are started with
     with Connection(int(argv[0])) as connection:
         try:
             spec = connection.recv()
