@@ -18,7 +18,7 @@ from omni_trainer.assembly import worker_config
 from omni_trainer.config import load_run
 from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
-from omni_trainer.workers.batches import train_batch
+from omni_trainer.workers.batches import filled_up, train_batch
 from omni_trainer.workers.server_adapter import serve
 
 LINEAR = DiffusionSamplingConfig(
@@ -112,6 +112,29 @@ def test_the_canary_is_exact(worker):
     assert report.rows == 6
     assert report.exact == {0: 0.0, 2: 0.0}
     assert max(report.floor.values()) <= 1e-6
+
+
+def test_the_canary_goes_through_micro_batches_as_large_as_those_of_training(toy_source):
+    worker = make(toy_source, "engine.micro_batch_size=10", "rollout.batch_size=1")
+    sizes = []
+    step = worker.training.engine.forward_step
+    worker.training.engine.forward_step = lambda micro_batch, *rest, **more: (
+        sizes.append(len(micro_batch.rows)) or step(micro_batch, *rest, **more)
+    )
+
+    report = worker.canary(*sampled(worker))
+
+    assert sizes == [10]  # 5 rows of 2 steps: the batch of 1 that was sampled, and 4 more
+    assert report.rows == 5
+    worker.close()
+
+
+def test_a_micro_batch_is_filled_as_far_as_there_are_rows(worker):
+    trajectories = sampled(worker)  # 2 of 3 rows, 2 trained steps each
+
+    assert filled_up(trajectories, [(1, 0)], pairs=2) == [(1, 0)]
+    assert filled_up(trajectories, [(1, 0)], pairs=5) == [(0, 0), (0, 1), (1, 0)]
+    assert filled_up(trajectories, [(1, 0)], pairs=99) == ALL
 
 
 def test_rows_are_taken_in_the_order_of_the_plan(worker):

@@ -31,7 +31,12 @@ from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
 from omni_trainer.canary import CanaryReport, measure
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
 from omni_trainer.workers import process
-from omni_trainer.workers.batches import first_sampling_batch, gather_rows, train_batch
+from omni_trainer.workers.batches import (
+    filled_up,
+    first_sampling_batch,
+    gather_rows,
+    train_batch,
+)
 from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig
 
 log = structlog.get_logger()
@@ -171,8 +176,11 @@ class ActorRolloutRefWorker:
         Args:
             trajectories: All that this rank sampled in this step; at least one.
         """
-        rows = gather_rows(trajectories, first_sampling_batch(trajectories))
-        replayed = self.training.engine.replay(rows).cpu()
+        first = first_sampling_batch(trajectories)
+        batch = gather_rows(trajectories, first)
+        replayed = self.training.engine.replay(batch).cpu()
+        size = self.config.actor.engine.micro_batch_size
+        rows = gather_rows(trajectories, filled_up(trajectories, first, pairs=size))
         plan = OptimizerStepPlan(
             rows=tuple((0, row) for row in range(rows.rows)),
             advantages=(0.0,) * rows.rows,
@@ -180,7 +188,7 @@ class ActorRolloutRefWorker:
             denominator=float(rows.log_probs.numel()),
         )
         trained = self.infer_actor_batch(plan, rows)
-        return measure(rows, replayed=replayed, trained=trained, rank=self.place.rank)
+        return measure(batch, rows, replayed=replayed, trained=trained, rank=self.place.rank)
 
     # -- training ----------------------------------------------------------------------------------
 
