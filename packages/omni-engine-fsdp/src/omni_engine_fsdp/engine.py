@@ -277,6 +277,16 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             group["lr"] = rate
         return rate
 
+    def group_options(self) -> dict[str, Any]:
+        """Return what the config says of the optimizer's groups, at the schedule's present place."""
+        _, config = self._optimizer()
+        return {
+            "lr": config.rate(self.schedule_steps),
+            "betas": tuple(config.betas),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+        }
+
     def prepare_weights(self) -> None:
         """Free gathered copies, so that what modules hold are the sharded weights themselves."""
         for units in self.units.values():
