@@ -18,7 +18,7 @@ from omni_core.metrics import merge
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.canary import check_echo, judge
 from omni_trainer.checkpoints import Checkpoint, Checkpoints
-from omni_trainer.config import RunConfig
+from omni_trainer.config import RunConfig, changes, trained_with
 from omni_trainer.data import PromptSampler
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import WorkerGroup
@@ -220,6 +220,7 @@ class Trainer:
             "ranks": self.group.size,
             "weight_version": self.weight_version,
             "recompute": self.recompute,
+            "config": trained_with(self.config),
             "prompts": self.prompts.state(),
             "algorithm": self.algorithm.state(),
             "trackers": self.observer.positions(),
@@ -234,6 +235,9 @@ class Trainer:
         """
         state: Mapping[str, Any] = checkpoint.state()
         workers: Sequence[Any] = state["workers"]
+        changed = changes(state.get("config", {}), trained_with(self.config))
+        if changed:
+            log.warning("resume.config_changed", step=state["step"], changed=changed)
         if len(workers) != self.group.size:
             log.warning("resume.other_ranks", saved=len(workers), now=self.group.size)
             workers = [workers[0]] * self.group.size
