@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from omni_core.choices import StepKind
+from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss
 from omni_core.options import DiffusionSamplingConfig, ScheduleSource
 from omni_core.rollout import RolloutState, RolloutStateError, WeightMismatchError, WeightUpdate
-from omni_core.testing.toys import ToyRollout
+from omni_core.testing.toys import ToyEngine, ToyRollout
 from omni_core.trajectory import RolloutRequest, SampleRecord
 from omni_trainer import ActorRolloutRefWorker, ServerAdapter, TrainingWorker
 from omni_trainer.assembly import worker_config
@@ -104,6 +105,19 @@ def test_log_probs_of_actor_and_reference_agree_until_the_actor_moves(worker):
 
     assert torch.equal(worker.infer_ref_batch(plan, *trajectories), before)
     assert not torch.equal(worker.infer_actor_batch(plan, *trajectories), before)
+
+
+def test_an_algorithm_that_cannot_train_the_model_is_refused_before_it_is_loaded(
+    toy_source, monkeypatch
+):
+    monkeypatch.setattr(ToyEngine, "initialize", lambda self: pytest.fail("it was loaded"))
+    with pytest.raises(ValueError, match="flow_grpo cannot train 'toy': its loss looks at the ref"):
+        make(toy_source, "model.lora=null", "algorithm.kl_coef=0.1")
+
+
+def test_an_engine_that_cannot_tell_is_tried(toy_source, monkeypatch):
+    monkeypatch.setattr(ToyEngine, "facts", BaseEngine.facts)
+    make(toy_source, "model.lora=null").close()
 
 
 def test_the_canary_is_exact(worker):

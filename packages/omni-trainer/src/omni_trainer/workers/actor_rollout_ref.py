@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omni_core import device as devices
 from omni_core.algorithm import Algorithm
+from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss, algorithm
 from omni_core.metrics import Moments, merge
 from omni_core.options import (
@@ -122,9 +123,13 @@ class ActorRolloutRefWorker:
         return algorithm(self.config.actor.loss)
 
     def init_model(self) -> RankFacts:
-        """Load the model, make the optimizer and the rollout, and push the first weights."""
+        """Load the model, make the optimizer and the rollout, and push the first weights.
+
+        Raises:
+            ValueError: the algorithm cannot train this model; says why, before anything is loaded.
+        """
         self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
-        self.training.reset()
+        self.training.reset(check=self._check_supported)
         plugin = registry(ROLLOUTS).get(self.config.rollout)
         self._rollout = plugin.build(self.config.rollout_options, engine=self.training.engine)
         return RankFacts(
@@ -133,6 +138,14 @@ class ActorRolloutRefWorker:
             torch=str(torch.__version__),
             weight_version=self.update_weights(),
         )
+
+    def _check_supported(self, engine: BaseEngine) -> None:
+        facts = engine.facts()
+        reason = None if facts is None else self.algorithm.unsupported(facts)
+        if reason is not None:
+            name, path = self.config.actor.loss.name, self.config.actor.model.path
+            msg = f"algorithm.name: {name} cannot train {path!r}: {reason}"
+            raise ValueError(msg)
 
     # -- sampling ----------------------------------------------------------------------------------
 
