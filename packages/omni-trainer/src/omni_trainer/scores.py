@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import attrs
+import structlog
 import torch
 
 from omni_core.advantages import GroupAdvantages
 from omni_core.algorithm import Algorithm
 from omni_core.options import OnRewardError
-from omni_trainer.samples import Samples, detail_means, require_scores
+from omni_trainer.samples import Samples, UnscoredError, detail_means, require_scores
 from omni_trainer.update_plan import PlannedRow
+
+log = structlog.get_logger()
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +33,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     """Take the scores of all samples and make advantages of them.
 
     Raises:
-        UnscoredError: a sample has no score and *on_error* is `raise`.
+        UnscoredError: a sample has no score and *on_error* is `raise`; or none has one.
     """
     keys = samples.plan.keys
     groups = [group for group, _ in keys]
@@ -40,6 +43,12 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     if on_error is OnRewardError.RAISE:
         require_scores(samples)
     results = [samples.results[key] for key in keys]
+    if not any(result.ok for result in results):
+        msg = (
+            f"none of the step's {len(results)} samples has a score, so there is nothing to learn "
+            f"from; the first one's error: {results[0].error}"
+        )
+        raise UnscoredError(msg)
     failed = {group for group, result in zip(groups, results, strict=True) if not result.ok}
     dropped = failed if on_error is OnRewardError.DROP_GROUP else set()
     valid = [
@@ -57,6 +66,8 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
         "reward/unscored": float(sum(not result.ok for result in results)),
         **_advantage_metrics(found),
     }
+    if not any(valid):
+        log.warning("reward.every_group_dropped", unscored=len(failed), groups=len(set(groups)))
     units = algorithm.units(found.advantages, groups, torch.tensor(valid))
     trained = {row for unit in units for row in unit}
     advantages: list[float] = found.advantages.tolist()
