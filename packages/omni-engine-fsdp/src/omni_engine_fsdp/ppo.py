@@ -19,6 +19,7 @@ from omni_core.engine import (
     LossInputs,
     StepPrediction,
     TrainBatch,
+    needs_noise,
     needs_reference,
 )
 from omni_core.metrics import Moments
@@ -147,6 +148,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             LossInputs(
                 current=current,
                 reference=reference,
+                noise=self._noise(micro_batch) if needs_noise(loss) else None,
                 old_log_probs=data.trajectory.log_probs[rows, micro_batch.columns].to(log_probs),
                 advantages=data.advantages[rows].to(log_probs),
                 weights=weights,
@@ -191,6 +193,11 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         return self.denoiser.velocity(
             inputs.latents, inputs.step, inputs.conditioning, inputs.guidance
         )
+
+    def _noise(self, micro_batch: MicroBatch) -> Latents:
+        """What the rollout drew the pairs' steps with, from the samples' seeds."""
+        drawn = micro_batch.data.trajectory.drawn_noise(micro_batch.rows, micro_batch.steps)
+        return {name: value.to(self.device) for name, value in drawn.items()}
 
     def _reference(self, inputs: ModelInputs) -> StepPrediction:
         with torch.no_grad(), self.disable_adapter():
