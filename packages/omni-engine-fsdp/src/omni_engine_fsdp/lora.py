@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from omni_core.choices import Policy
 from omni_core.options import LoRAConfig
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import sharding
@@ -219,6 +220,17 @@ class LoRAAdapterMixin:
             msg = "there is no adapter to disable: model.lora is null, so no base model is kept"
             raise ValueError(msg)
         with switched(layers, lambda layer: layer.enable_adapters(False)):
+            yield
+
+    @contextmanager
+    def use_policy(self, policy: Policy) -> Iterator[None]:
+        """Predict as another policy does: the base model is the reference, `old` and `ema` are adapters.
+
+        Raises:
+            ValueError: there is no such adapter, or no base model.
+        """
+        name = DEFAULT if policy is Policy.CURRENT else policy.value
+        with self.disable_adapter() if policy is Policy.REFERENCE else self.use_adapter(name):
             yield
 
     def _require_adapter(self, name: str) -> None:
