@@ -99,6 +99,20 @@ def test_case_27_ranks_may_start_on_different_experts(
         assert distance(tensors(out, "experts", rank), alone) <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["sd3", "two_experts"])
+def test_case_27_noised_samples_on_two_ranks_give_one_ranks_gradient(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, family: str
+) -> None:
+    """CASES 27: draws are the samples' own, and a rank short of an expert's sigmas runs dummies."""
+    ranks.register_two_experts()
+    kind = ranks.ForwardDiffusersFSDPEngine
+    engine = ranks.build(tiny_sd3, kind=kind, family=family)
+    ranks.warm(engine)
+    alone = ranks.gradients(engine, ranks.forward_rows([0, 1, 2]), ranks.ForwardLoss())
+    for rank in RANKS:
+        assert distance(tensors(out, f"forward-{family}", rank), alone) <= 1e-5
+
+
 def test_case_27_weights_after_three_steps_are_one_ranks(
     out: Path, ranks: ModuleType, tiny_sd3: Path
 ) -> None:

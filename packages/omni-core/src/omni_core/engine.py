@@ -47,11 +47,8 @@ class TrainBatch(TensorRecord):
 
     def select(self, rows: Tensor) -> TrainBatch:
         """Take rows; the denominator stays."""
-        return attrs.evolve(
-            self,
-            trajectory=self.trajectory.select(rows),
-            **{name: value[rows] for name, value in self._per_row().items()},
-        )
+        taken: dict[str, Any] = {name: value[rows] for name, value in self._per_row().items()}
+        return attrs.evolve(self, trajectory=self.trajectory.select(rows), **taken)
 
     def _per_row(self) -> dict[str, Tensor]:
         names = ("advantages", "weights", "units", "step_weights")
@@ -236,6 +233,15 @@ class BaseEngine(ABC):
         Raises:
             ValueError: the model or the configuration does not fit; says what would.
         """
+
+    def add_adapter(self, name: str) -> None:
+        """Ask, before `initialize`, for another named adapter: frozen, and equal to `default` at first.
+
+        Raises:
+            ValueError: this engine keeps none beside the trained one, or not this one.
+        """
+        msg = f"{type(self).__name__} keeps no named adapters: {name!r} was asked for"
+        raise ValueError(msg)
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:

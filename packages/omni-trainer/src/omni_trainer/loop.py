@@ -137,6 +137,8 @@ class Trainer:
 
     def watch(self, samples: Samples) -> None:
         """Run the canaries where they are due, and once after every start of the workers."""
+        if not samples.stochastic:
+            return  # no step has a log-prob
         every = self.config.trainer.canary_every
         due = self.step == 0 or (every > 0 and self.step % every == 0)
         if not due and self._looked:
@@ -179,7 +181,8 @@ class Trainer:
         with self.timed("push"):
             self.weight_version = self.group.broadcast("update_weights")[0]
         self.metrics |= update_metrics(results)
-        self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
+        if samples.stochastic:
+            self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
 
     def validate(self) -> None:
         """Score the held-out prompts with the policy as it is."""

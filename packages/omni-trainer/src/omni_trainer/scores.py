@@ -14,6 +14,7 @@ import torch
 from omni_core.advantages import GroupAdvantages
 from omni_core.algorithm import Algorithm
 from omni_core.options import OnRewardError
+from omni_core.trajectory import RolloutRequest
 from omni_trainer.samples import Samples, detail_means, require_scores
 from omni_trainer.update_plan import PlannedRow
 
@@ -35,7 +36,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     keys = samples.plan.keys
     groups = [group for group, _ in keys]
     if not samples.results:
-        rows = _rows(samples, [0.0] * len(keys), [True] * len(keys))
+        rows = _rows(samples, algorithm, [0.0] * len(keys), [(row,) for row in range(len(keys))])
         return ScoredStep(rows=rows, metrics={})
     if on_error is OnRewardError.RAISE:
         require_scores(samples)
@@ -58,26 +59,38 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
         **_advantage_metrics(found),
     }
     units = algorithm.units(found.advantages, groups, torch.tensor(valid))
-    trained = {row for unit in units for row in unit}
-    advantages: list[float] = found.advantages.tolist()
-    rows = _rows(samples, advantages, [row in trained for row in range(len(keys))])
+    rows = _rows(samples, algorithm, found.advantages.tolist(), units)
     return ScoredStep(rows=rows, metrics=metrics)
 
 
 def _rows(
-    samples: Samples, advantages: Sequence[float], trained: Sequence[bool]
+    samples: Samples,
+    algorithm: Algorithm,
+    advantages: Sequence[float],
+    units: Sequence[tuple[int, ...]],
 ) -> tuple[PlannedRow, ...]:
-    windows = {request.group_id: len(request.window) for request in samples.plan.requests}
+    """Rows in the natural order; one that is in no unit counts for nothing."""
+    unit_of = {row: number for number, unit in enumerate(units) for row in unit}
+    together = any(len(unit) > 1 for unit in units)
+    steps = {
+        request.group_id: _trained_steps(algorithm, request) for request in samples.plan.requests
+    }
     return tuple(
         PlannedRow(
             source=samples.places[key][0],
             row=samples.places[key][1],
             advantage=advantage,
-            weight=float(ok),
-            trained_steps=windows[key[0]],
+            weight=float(row in unit_of),
+            trained_steps=steps[key[0]],
+            unit=unit_of.get(row) if together else None,
         )
-        for key, advantage, ok in zip(samples.plan.keys, advantages, trained, strict=True)
+        for row, (key, advantage) in enumerate(zip(samples.plan.keys, advantages, strict=True))
     )
+
+
+def _trained_steps(algorithm: Algorithm, request: RolloutRequest) -> int:
+    needs = algorithm.forward_needs
+    return len(request.window) if needs is None else needs.draws_of(request.sampling.schedule())
 
 
 def _reward_metrics(values: Sequence[float]) -> dict[str, float]:

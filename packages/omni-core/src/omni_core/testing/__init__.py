@@ -20,6 +20,7 @@ from typing import Any
 _HOMES = {
     "AlgorithmSuite": "algorithm_suite",
     "EngineSuite": "engine_suite",
+    "ForwardEngineSuite": "forward_engine_suite",
     "RewardSuite": "reward_suite",
     "RolloutSuite": "rollout_suite",
     "forward_loss_inputs": "samples",

@@ -59,6 +59,7 @@ class ActorRolloutRefConfig:
             model_type=self.actor.loss.options.model_type,
             backend=self.backend,
             device=self.device,
+            adapters=algorithm(self.actor.loss).adapters,
         )
 
 

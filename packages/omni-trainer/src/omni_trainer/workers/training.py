@@ -32,6 +32,8 @@ class TrainingWorkerConfig:
     backend: str = "fsdp2"
     """With `model_type` the name of the engine's plugin."""
     device: str = "auto"
+    adapters: tuple[str, ...] = ("default",)
+    """Named policy adapters; all start equal to the first, which is trained."""
 
 
 class TrainingWorker:
@@ -76,6 +78,8 @@ class TrainingWorker:
             optimizer_config=config.optimizer,
             checkpoint_config=config.checkpoint,
         )
+        for name in config.adapters[1:]:
+            engine.add_adapter(name)
         engine.initialize()
         if self._loss is not None:
             engine.set_loss_fn(self._loss)
