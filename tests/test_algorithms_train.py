@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from omni_core import plugins
+from omni_core.config import ConfigError
 from omni_core.testing.toys import register_toys, unregister_toys
 from omni_trainer.config import load_run
 from omni_trainer.loop import Trainer
@@ -158,3 +159,27 @@ def test_case_28_an_algorithm_trains_and_goes_on_bit_for_bit(train, name):
     resumed = train(name, folder="halves", resume=True)
     assert metrics(resumed) == lines
     assert checkpoint(resumed, 2) == checkpoint(whole, 2)
+
+
+def test_other_policies_are_refused_without_an_adapter(train):
+    with pytest.raises(ConfigError, match=r"algorithm.name: diffusion_nft.*set model.lora"):
+        train("diffusion_nft", "model.lora=null")
+
+
+def test_a_group_that_is_seen_whole_has_to_fit_into_a_micro_batch(train):
+    with pytest.raises(ConfigError, match="engine.micro_batch_size is 3, and must be at least 4"):
+        train("dgpo", "engine.micro_batch_size=3")
+
+
+def test_nft_on_policy_trains_every_weight(train):
+    options = {"old_policy": "copy", "kl_coef": 0.0}
+    lines = metrics(train("diffusion_nft", "model.lora=null", options=options))
+    assert lines[-1]["actor/grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize("name", ["awm", "diffusion_nft", "elbo"])
+def test_the_other_adapters_follow(train, name):
+    run_dir = train(name)
+    first, second = checkpoint(run_dir, 1)[1], checkpoint(run_dir, 2)[1]
+    follower = "ema" if name == "awm" else "old"
+    assert [key for key in second if f".{follower}." in key and first[key] != second[key]]

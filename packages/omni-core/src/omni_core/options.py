@@ -224,6 +224,10 @@ class RunFacts:
     num_inference_steps: int
     samples_per_prompt: int
     prompts_per_step: int
+    has_adapter: bool = True
+    """A LoRA is trained, so that the base model is the reference and other policies are adapters."""
+    micro_batch_size: int | None = None
+    """Rows that a loss may see together; None where that is not known."""
 
 
 @attrs.frozen(kw_only=True)
