@@ -6,6 +6,7 @@ compute with the functions of this file in their own process.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -366,6 +367,8 @@ def main(rank: int, size: int, store: str, model: Path, out: Path) -> None:
         scenario(rank, model, out)
     dist.barrier()
     dist.destroy_process_group()
+    # FSDP2's reference cycles keep gloo's threads; alive at exit, they abort the process now and then.
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def configure(*, level: str = "info", json: bool | None = None, **bound: object)
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        # Asked for at each event: stderr may be another by then (a test's capture, a redirection).
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.clear_contextvars()

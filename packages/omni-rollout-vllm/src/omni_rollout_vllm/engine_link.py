@@ -71,6 +71,12 @@ class EngineLink:
         """Of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is an engine to ask."""
+        process = self._process
+        return self._connection is not None and process is not None and process.poll() is None
+
     def start(self, *, timeout: float) -> None:
         """Start the process and wait until its engine has drawn a probe.
 

@@ -181,10 +181,11 @@ class EnginePool:
                 found: messages.SampledBatch = link.call(work.batch, timeout=self._limits.batch)
                 return found
             except (EngineDiedError, RolloutTimeoutError) as error:
-                self._restart(link, error)
+                self.restart(link, error)
+                self._restore(link)
 
-    def _restart(self, link: EngineLink, error: Exception) -> None:
-        """Start a lost engine again, with its weights.
+    def restart(self, link: EngineLink, error: Exception) -> None:
+        """Start a lost engine again; it has the weights of the model's folder.
 
         Raises:
             EngineDiedError: too many were lost.
@@ -199,4 +200,3 @@ class EnginePool:
             raise EngineDiedError(msg) from error
         log.warning("engine.restart", engine=link.number, restart=count, error=str(error)[:200])
         link.start(timeout=self._limits.start)
-        self._restore(link)

@@ -54,7 +54,8 @@ class EngineHost:
         self._numbers: dict[str, int] = {}
         """Adapter -> its number in the engine."""
         self._requests = 0
-        self._probed: tuple[str | None, Tensor] | None = None
+        self._probes: dict[str | None, Tensor] = {}
+        """Adapter -> what the probe was with it, as pushed last; None for the weights alone."""
         self._update: messages.BeginUpdate | None = None
         self._loaded = 0
 
@@ -89,7 +90,7 @@ class EngineHost:
             case messages.EndUpdate():
                 return await self.end_update(request)
             case messages.Sleep():
-                return await self.sleep()
+                return await self.sleep(request.level)
             case messages.Wake():
                 return await self.wake()
             case messages.Describe():
@@ -106,7 +107,7 @@ class EngineHost:
 
     async def warm_up(self) -> None:
         """Draw the probe, so that a model that cannot run says so at the start."""
-        await self._probe(None)
+        self._probes[None] = await self._probe(None)
 
     async def sample(self, batch: messages.SampleBatch) -> messages.SampledBatch:
         """Denoise a batch.
@@ -116,8 +117,6 @@ class EngineHost:
         """
         outputs = await self._run([self._request(batch, row) for row in batch.rows])
         carried = [output.output["metadata"][KEY] for output in outputs]
-        texts = tuple(dict.fromkeys(one["text"] for one in carried))
-        encoded = {one["text"]: one["encoded"] for one in carried if "encoded" in one}
         media = [Media(**one["media"]) for one in carried if "media" in one]
         return messages.SampledBatch(
             latents={
@@ -125,18 +124,17 @@ class EngineHost:
                 for name in carried[0]["latents"]
             },
             log_probs=torch.cat([one["log_probs"] for one in carried]),
-            conditioning=self._conditioning([encoded[text] for text in texts]),
-            prompts=texts,
+            conditioning={
+                one["text"]: self._conditioning(one["encoded"])
+                for one in carried
+                if "encoded" in one
+            },
             media=Media.concat(media) if media else None,
             effective=self._effective(batch, carried[0]),
         )
 
-    def _conditioning(self, encoded: Sequence[Sequence[Any]]) -> Conditioning:
-        parts = [
-            self.family.conditioning(branches[0], branches[1] if len(branches) == 2 else None)
-            for branches in encoded
-        ]
-        return type(parts[0]).concat(parts)
+    def _conditioning(self, branches: Sequence[Any]) -> Conditioning:
+        return self.family.conditioning(branches[0], branches[1] if len(branches) == 2 else None)
 
     def _effective(self, batch: messages.SampleBatch, carried: Any) -> SamplingSpec:
         """Say what was used, from what the pipeline was heard and seen to use."""
@@ -281,7 +279,6 @@ class EngineHost:
             msg = f"{self._loaded} of {len(update.names)} tensors came"
             raise WeightMismatchError(msg)
         sampled = None if message.merge else message.adapter
-        before = self._probed
         if not update.adapter:
             names = await self._first("omni_check_loaded", update.names, self._loaded)
         elif message.merge:
@@ -292,13 +289,16 @@ class EngineHost:
             assert sampled is not None
             number = self._numbers.setdefault(sampled, len(self._numbers) + 1)
             names = await self._first("omni_bind_adapter", sampled, number, message.alpha_over_rank)
-        changed = None
-        if message.probe:
-            after = await self._probe(sampled)
-            if before is not None:
-                changed = not torch.equal(before[1], after)
-            self._probed = (sampled, after)
+        changed = await self._changed(sampled) if message.probe else None
         return messages.Bound(names=tuple(names), changed=changed)
+
+    async def _changed(self, adapter: str | None) -> bool:
+        """Draw the probe; whether it differs from the last one of these weights, or of the base."""
+        before = self._probes.get(adapter, self._probes[None])
+        if adapter is None:
+            self._probes.clear()  # adapters stand on other weights now
+        after = self._probes[adapter] = await self._probe(adapter)
+        return not torch.equal(before, after)
 
     def _begun(self) -> messages.BeginUpdate:
         if self._update is None:
@@ -308,9 +308,13 @@ class EngineHost:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    async def sleep(self) -> int:
-        """Put the weights aside; returns how many bytes the engine says it gave back."""
-        acks = await self._task("handle_sleep_task", level=1)
+    async def sleep(self, level: int) -> int:
+        """Put the weights aside; returns how many bytes the engine says it gave back.
+
+        Raises:
+            EngineError: the workers refuse the level.
+        """
+        acks = await self._task("handle_sleep_task", level=level)
         return int(sum(ack.freed_bytes or 0 for ack in acks))
 
     async def wake(self) -> None:

@@ -16,7 +16,6 @@ import torch
 from omni_core.rollout import RolloutStateError
 from omni_core.trajectory import (
     BatchPlace,
-    Conditioning,
     Media,
     RolloutRequest,
     SampleRecord,
@@ -141,7 +140,7 @@ class Job:
             },
             step_indices=steps.expand(count, -1).clone(),
             log_probs=torch.cat([p.sampled.log_probs[list(p.rows)] for p in pieces])[:, steps],
-            conditioning=_conditioning(pieces[0].sampled, request.prompt),
+            conditioning=pieces[0].sampled.conditioning[request.prompt].owned(),
             prompt_index=torch.zeros(count, dtype=torch.int64),
             media=_media(pieces),
             records=request.samples,
@@ -150,11 +149,6 @@ class Job:
             weight_version=pieces[0].version,
             places=tuple(_places(pieces)),
         )
-
-
-def _conditioning(sampled: SampledBatch, prompt: str) -> Conditioning:
-    place = sampled.prompts.index(prompt)
-    return sampled.conditioning.select(torch.tensor([place])).owned()
 
 
 def _media(pieces: Sequence[_Piece]) -> Media | None:

@@ -58,16 +58,14 @@ class SampleBatch:
 
 @attrs.frozen(kw_only=True, eq=False)
 class SampledBatch(TensorRecord):
-    """What was drawn: B rows, P prompts."""
+    """What was drawn: B rows."""
 
     latents: Mapping[str, Tensor]
     """Modality -> float32 [B, T+1, ...]."""
     log_probs: Tensor
     """float32 [B, T]: not a number where a step was deterministic."""
-    conditioning: Conditioning
-    """[P, ...], in the order of `prompts`."""
-    prompts: tuple[str, ...]
-    """Each prompt of the batch once."""
+    conditioning: Mapping[str, Conditioning]
+    """Prompt -> [1, ...]: of each prompt of the batch, not padded to the others."""
     media: Media | None
     effective: SamplingSpec
     """What was really used, as the pipeline was heard to use it."""
@@ -113,6 +111,8 @@ class Bound:
 @attrs.frozen(kw_only=True)
 class Sleep:
     """Give memory back."""
+
+    level: int = 1
 
 
 @attrs.frozen(kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import structlog
+import torch
 
 from omni_core.choices import StepKind
 from omni_core.options import DiffusionSamplingConfig
@@ -22,6 +23,7 @@ from omni_core.rollout import (
     RolloutHandle,
     RolloutState,
     RolloutStateError,
+    RolloutTimeoutError,
     UpdateReport,
     WeightMismatchError,
     WeightUpdate,
@@ -30,7 +32,7 @@ from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import RolloutRequest, SamplingSpec, Trajectory
 from omni_rollout_vllm import messages, upstream
 from omni_rollout_vllm.buckets import BucketStore, bit_sums
-from omni_rollout_vllm.engine_link import EngineLink
+from omni_rollout_vllm.engine_link import EngineDiedError, EngineLink
 from omni_rollout_vllm.engine_pool import EnginePool
 from omni_rollout_vllm.families import Folder, family_of
 from omni_rollout_vllm.jobs import Job, Work
@@ -86,7 +88,11 @@ class VllmOmniRollout(BaseRollout):
             restore=self._restore,
             finished=self._finished,
         )
-        self._pool.start()
+        try:
+            self._pool.start()
+        except BaseException:
+            self.close()
+            raise
 
     def _spec(self) -> messages.EngineSpec:
         options, model = self.options, self.engine.model_config
@@ -148,26 +154,27 @@ class VllmOmniRollout(BaseRollout):
         work = job.deal(
             batch_size=self.options.batch_size,
             prefix=f"{self.engine.get_data_parallel_rank()}/{self._version}/{handle.id}/",
-            adapters=self._by_name,
+            adapters=bool(self._adapters) and not self._merges,
         )
         self._pool.add(work)
         return handle
 
     def _served(self) -> Served:
-        by_name = {name for name in self._pushed if name is not None}
         return Served(
             family=self.family,
             folder=self.folder,
             max_sequence_length=self.engine.model_config.pipeline.max_sequence_length,
-            adapters=by_name or {"default"},
+            adapters=self._adapters or {"default"},
             weight_version=self._version,
         )
 
     @property
-    def _by_name(self) -> bool:
-        """Whether engines hold adapters beside their weights."""
-        whole = None in self._pushed
-        return not whole and self.options.adapter_form is AdapterForm.ADAPTER
+    def _adapters(self) -> set[str]:
+        return {name for name in self._pushed if name is not None}
+
+    @property
+    def _merges(self) -> bool:
+        return self.options.adapter_form is AdapterForm.MERGED
 
     def poll(self, handle: RolloutHandle) -> list[Trajectory]:
         """Return what finished since the last poll.
@@ -269,27 +276,18 @@ class VllmOmniRollout(BaseRollout):
         if update.version <= self._version:
             msg = f"version {update.version} does not follow {self._version}: versions only grow"
             raise ValueError(msg)
-        names = tuple(update.tensors)
-        self._check_names(names, update.adapter)
-        for link in self._pool.links:
-            self._begin(link, names, update.adapter)
-        self._state = RolloutState.WEIGHTS_STALE
         pushed = _Pushed(
-            names=names,
+            names=tuple(update.tensors),
             adapter=update.adapter,
             alpha_over_rank=1.0 if update.alpha_over_rank is None else update.alpha_over_rank,
-            digest=self._digest(update),
+            digest=_digest(update, getattr(torch, self.engine.model_config.dtype.value)),
         )
         before = self._pushed.get(update.adapter)
-        other = before is None or before.digest != pushed.digest
-        store = self._stores.setdefault(
-            update.adapter, BucketStore(bucket_bytes=self.options.bucket_mib * MIB)
-        )
-        for bucket in store.write(update.tensors):
-            self._ask(messages.TakeBucket(bucket=bucket))
-        bound = [self._end(link, pushed) for link in self._pool.links]
+        self._check_names(pushed, before)
+        bound = self._push(update, pushed)
         for one in bound:
-            self._check_bound(names, one, expect_change=other and bool(before or pushed.digest))
+            self._check_bound(pushed, one, expect_change=_expects_change(pushed, before))
+        self._forget_others(update.adapter)
         self._pushed[update.adapter] = pushed
         self._version = update.version
         self._state = RolloutState.PAUSED
@@ -300,34 +298,58 @@ class VllmOmniRollout(BaseRollout):
             nbytes=sum(v.numel() * v.element_size() for v in update.tensors.values()),
         )
 
-    def _check_names(self, names: Sequence[str], adapter: str | None) -> None:
-        """An adapter's modules do not change from push to push."""
-        before = self._pushed.get(adapter)
-        if before is None or set(before.names) == set(names):
+    def _push(self, update: WeightUpdate, pushed: _Pushed) -> list[messages.Bound]:
+        """Bind an update on every engine; one that is lost meanwhile is started again, and all anew.
+
+        Raises:
+            WeightMismatchError: names do not fit.
+            EngineDiedError: too many engines were lost.
+        """
+        while True:
+            try:
+                for link in self._pool.links:
+                    self._begin(link, pushed)
+                self._state = RolloutState.WEIGHTS_STALE
+                for bucket in self._store(update.adapter).write(update.tensors):
+                    self._ask(messages.TakeBucket(bucket=bucket))
+                return [self._end(link, pushed) for link in self._pool.links]
+            except (EngineDiedError, RolloutTimeoutError) as error:
+                self._state = RolloutState.WEIGHTS_STALE
+                for link in [one for one in self._pool.links if not one.alive]:
+                    self._pool.restart(link, error)
+                    self._restore(link, but=update.adapter)
+
+    def _store(self, adapter: str | None) -> BucketStore:
+        if adapter not in self._stores:
+            self._stores[adapter] = BucketStore(bucket_bytes=self.options.bucket_mib * MIB)
+        return self._stores[adapter]
+
+    def _forget_others(self, adapter: str | None) -> None:
+        """Whole weights are the policy themselves, and of merged adapters there is one at a time."""
+        if adapter is not None and not self._merges:
             return
-        lost = sorted(set(names) - set(before.names))
-        missing = sorted(set(before.names) - set(names))
-        raise mismatch(lost, missing, sorted(set(names) & set(before.names)))
+        for name in [name for name in self._pushed if name not in (adapter, None)]:
+            del self._pushed[name]
+            self._stores.pop(name).close()
 
-    def _digest(self, update: WeightUpdate) -> dict[str, int]:
-        """Of what an engine computes with; empty where an adapter's second factors are all zero."""
-        if update.adapter is not None:
-            ups = [value for name, value in update.tensors.items() if ".lora_B." in name]
-            if not any(bool(value.any()) for value in ups):
-                return {}
-        return bit_sums(list(update.tensors.items()))
+    def _check_names(self, pushed: _Pushed, before: _Pushed | None) -> None:
+        """Names do not change from push to push."""
+        if before is None or set(before.names) == set(pushed.names):
+            return
+        lost = sorted(set(pushed.names) - set(before.names))
+        missing = sorted(set(before.names) - set(pushed.names))
+        raise mismatch(lost, missing, sorted(set(pushed.names) & set(before.names)))
 
-    def _begin(self, link: EngineLink, names: tuple[str, ...], adapter: str | None) -> None:
-        begin = messages.BeginUpdate(
-            names=names, adapter=adapter is not None, at_once=adapter is None
-        )
+    def _begin(self, link: EngineLink, pushed: _Pushed) -> None:
+        whole = pushed.adapter is None
+        begin = messages.BeginUpdate(names=pushed.names, adapter=not whole, at_once=whole)
         link.call(begin, timeout=self.options.limits.update)
 
     def _end(self, link: EngineLink, pushed: _Pushed) -> messages.Bound:
         end = messages.EndUpdate(
             adapter=pushed.adapter,
             alpha_over_rank=pushed.alpha_over_rank,
-            merge=self.options.adapter_form is AdapterForm.MERGED and pushed.adapter is not None,
+            merge=self._merges and pushed.adapter is not None,
             probe=self.options.probe,
         )
         bound: messages.Bound = link.call(end, timeout=self.options.limits.update)
@@ -336,27 +358,27 @@ class VllmOmniRollout(BaseRollout):
     def _ask(self, request: Any) -> list[Any]:
         return self._pool.ask_all(request, timeout=self.options.limits.update)
 
-    def _check_bound(
-        self, names: Sequence[str], bound: messages.Bound, *, expect_change: bool
-    ) -> None:
-        if set(bound.names) != set(names):
-            lost = sorted(set(names) - set(bound.names))
+    def _check_bound(self, pushed: _Pushed, bound: messages.Bound, *, expect_change: bool) -> None:
+        if set(bound.names) != set(pushed.names):
+            lost = sorted(set(pushed.names) - set(bound.names))
             raise mismatch(lost, [], sorted(bound.names))
         if bound.changed is False and expect_change:
             msg = (
-                f"all {len(names)} names are bound and other values were sent, but a denoising step "
-                "comes out the same: the engine does not use what it bound"
+                f"all {len(pushed.names)} names are bound and other values were sent, but a "
+                "denoising step comes out the same: the engine does not use what it bound"
             )
             raise WeightMismatchError(msg)
 
-    def _restore(self, link: EngineLink) -> None:
-        """Give a fresh engine what was pushed last; whole weights first."""
+    def _restore(self, link: EngineLink, *, but: str | None = "") -> None:
+        """Give a fresh engine what was pushed last, whole weights first, without those of *but*."""
         for adapter in sorted(self._pushed, key=lambda name: name is not None):
+            if adapter == but:
+                continue
             pushed = self._pushed[adapter]
-            self._begin(link, pushed.names, adapter)
+            self._begin(link, pushed)
             for bucket in self._stores[adapter].buckets:
                 link.call(messages.TakeBucket(bucket=bucket), timeout=self.options.limits.update)
-            self._check_bound(pushed.names, self._end(link, pushed), expect_change=False)
+            self._check_bound(pushed, self._end(link, pushed), expect_change=False)
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -414,3 +436,22 @@ class VllmOmniRollout(BaseRollout):
         for store in self._stores.values():
             store.close()
         self._stores.clear()
+
+
+def _expects_change(pushed: _Pushed, before: _Pushed | None) -> bool:
+    """Whether samples have to differ from those before the push.
+
+    What is in the model's folder is not known here, so the first whole weights may be the same.
+    """
+    if before is None:
+        return pushed.adapter is not None and bool(pushed.digest)
+    return before.digest != pushed.digest
+
+
+def _digest(update: WeightUpdate, dtype: torch.dtype) -> dict[str, int]:
+    """Of what an engine computes with, in its *dtype*; empty where an adapter's B factors are all 0."""
+    if update.adapter is not None:
+        ups = [value for name, value in update.tensors.items() if ".lora_B." in name]
+        if not any(bool(value.any()) for value in ups):
+            return {}
+    return bit_sums([(name, value.to(dtype)) for name, value in update.tensors.items()])

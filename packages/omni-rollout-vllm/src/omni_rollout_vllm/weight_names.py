@@ -8,7 +8,7 @@ projection may have lost its `.0`, and a module that was wrapped for LoRA keeps 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import attrs
 
@@ -156,11 +156,3 @@ def mismatch(
         parts.append(f"expected and not sent: {', '.join(sorted(missing))}")
     parts.append(f"bound ({len(bound)}): {', '.join(bound) or 'none'}")
     return WeightMismatchError("; ".join(parts))
-
-
-def digest(names_and_sums: Mapping[str, int]) -> int:
-    """One number of tensors' names and sums of bits: other weights give another one."""
-    total = 0
-    for name in sorted(names_and_sums):
-        total = hash((total, name, names_and_sums[name]))
-    return total

@@ -190,12 +190,13 @@ class WeightsExtension:
         """Sum the bits of every parameter of the pipeline."""
         return bit_sums(list(self.model_runner.pipeline.named_parameters()))
 
-    def omni_module_names(self) -> dict[str, list[str]]:
-        """Name the parameters and the adaptable modules: for tests and messages."""
+    def omni_module_names(self) -> dict[str, Any]:
+        """Name the parameters, the adaptable modules and what is packed."""
         pipeline = self.model_runner.pipeline
         return {
             "parameters": [name for name, _ in pipeline.named_parameters()],
             "adaptable": sorted(self._adaptable(list(pipeline._dit_modules))),
+            "packings": self._packings(),
         }
 
 

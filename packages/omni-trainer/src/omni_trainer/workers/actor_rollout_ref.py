@@ -283,9 +283,11 @@ class ActorRolloutRefWorker:
         return devices.peak_memory(self.training.device)
 
     def close(self) -> None:
-        """Free the rollout and leave the process group that this worker made."""
+        """Free the rollout and the model, and leave the process group that this worker made."""
         if self._rollout is not None:
             self._rollout.close()
+            self._rollout = None
+        self.training.close()
         if self._made_group:
             process.leave()
             self._made_group = False

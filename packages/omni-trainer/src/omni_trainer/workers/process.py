@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -100,6 +101,11 @@ def join(place: Place, device: torch.device, store: Any = None) -> bool:
 
 
 def leave() -> None:
-    """Leave the process group."""
+    """Leave the process group; whatever was sharded in it must have been let go before.
+
+    A sharded module that is freed only when the interpreter ends can take the process with it, group
+    or no group, so what nobody holds is collected here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()

@@ -86,6 +86,10 @@ class TrainingWorker:
         self._engine = engine
         self.optimizer_steps = 0
 
+    def close(self) -> None:
+        """Let the model and its optimizer go; `reset` makes them anew."""
+        self._engine = None
+
     def set_loss_fn(self, loss_function: LossFunction) -> None:
         """Set the loss of `train_batch`, kept over a `reset`."""
         self._loss = loss_function

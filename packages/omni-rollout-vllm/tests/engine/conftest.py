@@ -1,0 +1,176 @@
+"""Real engines, started once for each family, and what their samples are compared with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from omni_rollout_vllm.vllm_hooks import torchvision_importable
+
+torchvision_importable()  # before anything imports diffusers
+
+from omni_core.options import (  # noqa: E402
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    LoRAConfig,
+    OptimizerConfig,
+)
+from omni_core.rollout import RolloutState, WeightUpdate  # noqa: E402
+from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine  # noqa: E402
+from omni_rollout_vllm.options import TimeLimits, VllmOmniRolloutConfig  # noqa: E402
+from omni_rollout_vllm.rollout import VllmOmniRollout  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+TOOLS = HERE.parents[3] / "tools"
+LIMITS = TimeLimits(start=120.0, batch=60.0, update=60.0, control=60.0)
+RANK, ALPHA = 4, 8.0
+
+
+def _load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random StableDiffusion3Pipeline: at most 32 x 32 px, scheduler shift 3, float32."""
+    builders = _load(TOOLS / "tiny_models.py", "tools_tiny_models")
+    path: Path = builders.build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random QwenImagePipeline, float32."""
+    builders = _load(HERE / "tiny_qwen.py", "tests_tiny_qwen")
+    path: Path = builders.build_tiny_qwen(tmp_path_factory.mktemp("models") / "tiny_qwen")
+    return path
+
+
+def sd3_model(path: Path, **changes: Any) -> DiffusionModelConfig:
+    """The tiny SD3 as it is trained here: 16 x 16 px, 16 tokens."""
+    pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=16)
+    lora = LoRAConfig(rank=RANK, alpha=ALPHA)
+    return attrs.evolve(
+        DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=lora), **changes
+    )
+
+
+def make_engine(model: DiffusionModelConfig) -> PPODiffusersFSDPEngine:
+    """A training engine whose adapter is not at its start: B is not zero."""
+    engine = PPODiffusersFSDPEngine(
+        model, FSDPEngineConfig(micro_batch_size=4, device="cpu"), OptimizerConfig(), None
+    )
+    engine.initialize()
+    if model.lora is not None:
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameters in engine.adapter_parameters("default").values():
+                for parameter in parameters.values():
+                    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                    local.normal_(0.0, 0.2, generator=generator)
+    return engine
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_sd3: Path) -> Iterator[PPODiffusersFSDPEngine]:
+    """The training engine of the tiny SD3."""
+    yield make_engine(sd3_model(tiny_sd3))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def adapter(engine: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
+    """The engine's adapter, as a trainer pushes it."""
+    return {name: value.clone() for name, value in engine.get_per_tensor_param(adapter="default")}
+
+
+def make_options(**changes: Any) -> VllmOmniRolloutConfig:
+    """Small batches, short limits."""
+    return attrs.evolve(VllmOmniRolloutConfig(batch_size=4, limits=LIMITS), **changes)
+
+
+def push_weights(
+    rollout: VllmOmniRollout,
+    tensors: Mapping[str, Tensor],
+    *,
+    adapter: str | None = "default",
+) -> None:
+    """Push as a trainer does."""
+    rollout.pause()
+    rollout.update(
+        WeightUpdate(
+            version=rollout.weight_version + 1,
+            tensors=tensors,
+            adapter=adapter,
+            alpha_over_rank=None if adapter is None else ALPHA / RANK,
+        )
+    )
+    rollout.resume()
+
+
+@pytest.fixture(scope="session")
+def options() -> Callable[..., VllmOmniRolloutConfig]:
+    """See `make_options`."""
+    return make_options
+
+
+@pytest.fixture(scope="session")
+def push() -> Callable[..., None]:
+    """See `push_weights`."""
+    return push_weights
+
+
+@pytest.fixture(scope="session")
+def sd3_rollout(engine: PPODiffusersFSDPEngine) -> Iterator[VllmOmniRollout]:
+    """One engine for all tests; use `ready`."""
+    made = VllmOmniRollout(make_options(), engine=engine)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ready(sd3_rollout: VllmOmniRollout, adapter: dict[str, Tensor]) -> VllmOmniRollout:
+    """READY, with the training engine's adapter, whatever the test before did."""
+    sd3_rollout.wake()
+    push_weights(sd3_rollout, adapter)
+    assert sd3_rollout.state is RolloutState.READY
+    return sd3_rollout
+
+
+@pytest.fixture(scope="session")
+def qwen() -> Callable[[Path], VllmOmniRollout]:
+    """Start a rollout of a Qwen-Image folder, READY with the weights that the folder has.
+
+    No engine of ours trains that family, so what the rollout reads of one is given as it is.
+    """
+
+    def start(path: Path) -> VllmOmniRollout:
+        pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=512)
+        model = DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=None)
+        made = VllmOmniRollout(
+            make_options(),
+            engine=SimpleNamespace(model_config=model, get_data_parallel_rank=lambda: 0),
+        )
+        weights = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
+        push_weights(made, {f"transformer.{n}": v for n, v in weights.items()}, adapter=None)
+        return made
+
+    return start
