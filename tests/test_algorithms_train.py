@@ -44,7 +44,10 @@ RUN = {
 
 ALGORITHMS: dict[str, dict[str, object]] = {
     "awm": {"updates_per_rollout": 2},
-    "dance_grpo": {},
+    "dance_grpo": {
+        "updates_per_rollout": 2,
+        "rollout_correction": {"importance": "token", "rejection": "z_k1", "band": [9.0]},
+    },
     "dgpo": {"kl_coef": 0.01},
     "diffusion_dpo": {},
     "diffusion_nft": {"beta": 0.1},
@@ -167,7 +170,7 @@ def test_other_policies_are_refused_without_an_adapter(train):
 
 
 def test_a_group_that_is_seen_whole_has_to_fit_into_a_micro_batch(train):
-    with pytest.raises(ConfigError, match="engine.micro_batch_size is 3, and must be at least 4"):
+    with pytest.raises(ConfigError, match=r"engine\.micro_batch_size is 3, and must be at least 4"):
         train("dgpo", "engine.micro_batch_size=3")
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import structlog
 
 from omni_core.losses import algorithm
@@ -63,6 +64,8 @@ class Trainer:
         self.weight_version = weight_version
         self.recompute = False
         """Old log-probs come from training micro-batches, as the last canary decided."""
+        self.floors: dict[int, float] = {}
+        """Sampling step -> noise floor, as the canaries measured it."""
         self.metrics: dict[str, float] = {}
         """Of the step under way."""
         self.counted = PoolCounts()
@@ -163,6 +166,7 @@ class Trainer:
             source = "training micro-batches" if verdict.recompute else "the rollout"
             log.warning("old_log_probs.source", now=source, floor=verdict.floor, clip=clip)
         self.recompute = verdict.recompute
+        self.floors |= verdict.floors
 
     def update(self, samples: Samples, scored: ScoredStep) -> None:
         """Take the optimizer steps, and let the rollout sample with what came of them."""
@@ -176,7 +180,9 @@ class Trainer:
         refs = [[samples.sources[source].ref for source in plan.sources] for plan in plans]
         with self.timed("update"):
             results = self.group.scatter(
-                "update_actor", [(plan, self.recompute) for plan in plans], refs
+                "update_actor",
+                [(attrs.evolve(plan, floor=self.floors), self.recompute) for plan in plans],
+                refs,
             )
         with self.timed("push"):
             self.weight_version = self.group.broadcast("update_weights")[0]
@@ -223,6 +229,7 @@ class Trainer:
             "ranks": self.group.size,
             "weight_version": self.weight_version,
             "recompute": self.recompute,
+            "floors": {str(step): floor for step, floor in self.floors.items()},
             "prompts": self.prompts.state(),
             "algorithm": self.algorithm.state(),
             "trackers": self.observer.positions(),
@@ -247,6 +254,7 @@ class Trainer:
         self.step = int(state["step"])
         self.weight_version = versions[0]
         self.recompute = bool(state["recompute"])
+        self.floors = {int(step): float(value) for step, value in state["floors"].items()}
         log.info("resume.from", step=self.step, directory=str(checkpoint.directory))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import attrs
@@ -59,6 +59,8 @@ class UpdatePlan:
     steps: tuple[OptimizerStepPlan, ...]
     sources: tuple[int, ...]
     """The trajectories to be handed over, in this order."""
+    floor: Mapping[int, float] = attrs.field(factory=dict)
+    """Sampling step -> its noise floor, as the last canary measured it (rollout correction)."""
 
 
 def plan_updates(

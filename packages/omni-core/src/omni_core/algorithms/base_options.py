@@ -27,6 +27,7 @@ from omni_core.options import (
     optional_positive,
     positive,
 )
+from omni_core.rollout_correction_options import RolloutCorrectionOptions
 from omni_core.window import widest_window, window_mistake
 
 
@@ -106,6 +107,8 @@ class StochasticOptions(AlgorithmConfig):
     """`[first, stop]` that a short window is drawn from; None is the first half of the schedule."""
     norm_guard: NormGuardOptions | None = None
     """None trains without it."""
+    rollout_correction: RolloutCorrectionOptions | None = None
+    """Weighs and rejects steps by how far the rollout's policy was from the trained one; None trusts it."""
 
     @property
     def needs_reference(self) -> bool:

@@ -308,6 +308,28 @@ class EngineSuite:
         )
         assert ratio == pytest.approx(2.0, rel=1e-4)
 
+    def test_steps_count_what_their_weights_say(
+        self, make_engine: EngineFactory, batch: TrainBatch
+    ) -> None:
+        """Step weights scale the gradient, and a step of weight 0 stays in the denominator."""
+        self._needs_log_probs()
+        ones = torch.ones(batch.trajectory.step_indices.shape)
+        whole = self._norm(make_engine, batch, self.policy_loss)
+        half = attrs.evolve(batch, step_weights=0.5 * ones)
+        assert self._norm(make_engine, half, self.policy_loss) == pytest.approx(
+            0.5 * whole, rel=1e-4
+        )
+        first = ones.clone()
+        first[:, 1:] = 0.0
+        kept = attrs.evolve(
+            batch.trajectory,
+            step_indices=batch.trajectory.step_indices[:, :1],
+            log_probs=batch.trajectory.log_probs[:, :1],
+        )
+        alone = self._norm(make_engine, attrs.evolve(batch, trajectory=kept), self.policy_loss)
+        weighed = attrs.evolve(batch, step_weights=first)
+        assert self._norm(make_engine, weighed, self.policy_loss) == pytest.approx(alone, rel=1e-4)
+
     def test_a_tensordict_is_taken_like_a_batch(
         self, engine: BaseEngine, batch: TrainBatch
     ) -> None:
