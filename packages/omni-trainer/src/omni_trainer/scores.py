@@ -6,17 +6,25 @@ its whole group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
 import torch
+from torch import Tensor
 
 from omni_core.advantages import GroupAdvantages
 from omni_core.algorithm import Algorithm
-from omni_core.options import OnRewardError
+from omni_core.choices import RewardScale
+from omni_core.options import AlgorithmConfig, OnRewardError, RewardTerm
+from omni_core.reward import RewardResult
+from omni_core.reward_sum import weighted_reward_sum
 from omni_core.trajectory import RolloutRequest
 from omni_trainer.samples import Samples, detail_means, require_scores
 from omni_trainer.update_plan import PlannedRow
+
+SCORE = "score"
+"""What a reward's own value is called among its numbers."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,10 +54,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     valid = [
         result.ok and group not in dropped for group, result in zip(groups, results, strict=True)
     ]
-    rewards = torch.tensor(
-        [result.value if ok else 0.0 for result, ok in zip(results, valid, strict=True)],
-        dtype=torch.float64,
-    )
+    rewards = _summed(results, valid, groups, algorithm.options)
     found = algorithm.advantages(rewards, groups, torch.tensor(valid))
     kept = [result for result, ok in zip(results, valid, strict=True) if ok]
     metrics = {
@@ -61,6 +66,50 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     units = algorithm.units(found.advantages, groups, torch.tensor(valid))
     rows = _rows(samples, algorithm, found.advantages.tolist(), units)
     return ScoredStep(rows=rows, metrics=metrics)
+
+
+def _summed(
+    results: Sequence[RewardResult],
+    valid: Sequence[bool],
+    groups: Sequence[str],
+    options: AlgorithmConfig,
+) -> Tensor:
+    """What each sample is judged by: float64 [B].
+
+    Raises:
+        ValueError: the reward gives no number of a name that is asked for; lists those that it gives.
+    """
+    terms = options.rewards or (RewardTerm(name=SCORE),)
+    rewards = {
+        term.name: torch.tensor(
+            [
+                _number(result, term.name) if ok else 0.0
+                for result, ok in zip(results, valid, strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        for term in terms
+    }
+    if not options.rewards and options.reward_scale is RewardScale.NONE:
+        return rewards[SCORE]
+    weights = {term.name: term.weight for term in terms}
+    return weighted_reward_sum(
+        rewards, weights, groups, scale=options.reward_scale, valid=torch.tensor(valid)
+    )
+
+
+def _number(result: RewardResult, name: str) -> float:
+    if name == SCORE:
+        return result.value
+    found = result.details.get(name)
+    if isinstance(found, int | float) and math.isfinite(found):
+        return float(found)
+    numbers = [key for key, value in result.details.items() if not isinstance(value, str)]
+    msg = (
+        f"algorithm.rewards: a sample has no number named {name!r} ({found!r}); the reward gives "
+        f"{', '.join([SCORE, *sorted(numbers)])}"
+    )
+    raise ValueError(msg)
 
 
 def _rows(
