@@ -3,11 +3,8 @@ stop as if there had been none."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,8 +17,6 @@ from omni_trainer.config import load_run
 from omni_trainer.loop import Trainer
 from omni_trainer.reporting.metric_names import describe
 from omni_trainer.run import run_training
-
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
 RUN = {
     "model": {
@@ -84,19 +79,14 @@ def stopped():
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
+def source(tmp_path_factory, tiny_sd3):
     """Path of a run's YAML file: a tiny random SD3, brightness as the reward."""
     folder = tmp_path_factory.mktemp("tiny")
-    spec = importlib.util.spec_from_file_location("tiny_models", TOOLS / "tiny_models.py")
-    tools = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = tools
-    spec.loader.exec_module(tools)
-    model = tools.build_tiny_sd3(folder / "sd3")
     prompts = folder / "train.txt"
     prompts.write_text("".join(f"sign {i}\n" for i in range(5)))
     values = {
         **RUN,
-        "model": {**RUN["model"], "path": str(model)},
+        "model": {**RUN["model"], "path": str(tiny_sd3)},
         "data": {**RUN["data"], "train": str(prompts)},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
