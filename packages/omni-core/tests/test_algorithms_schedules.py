@@ -187,8 +187,19 @@ def test_another_policy_needs_an_adapter() -> None:
         reason = DiffusionNFT(DiffusionNFTOptions()).unsupported(facts)
         assert (reason is None) == adapter
         assert reason is None or "set model.lora" in reason
-        on_policy = DiffusionNFT(DiffusionNFTOptions(old_policy=OldPolicy.COPY))
+        on_policy = DiffusionNFT(DiffusionNFTOptions(old_policy=OldPolicy.COPY, kl_coef=0.0))
         assert on_policy.unsupported(facts) is None
+
+
+@pytest.mark.parametrize(
+    "made", [GRPOGuard(GRPOGuardOptions(kl_coef=0.1)), GRPOGuard(GRPOGuardOptions())]
+)
+def test_a_reference_needs_an_adapter(made: GRPOGuard) -> None:
+    facts = ModelFacts(family="toy", masked_text=False, has_adapter=False, experts=("t",))
+    reason = made.unsupported(facts)
+    assert (reason is not None) == made.options.needs_reference
+    assert reason is None or "set model.lora" in reason
+    assert made.unsupported(attrs.evolve(facts, has_adapter=True)) is None
 
 
 # -- what a loss needs -----------------------------------------------------------------------------

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import errno
 import json
 import pickle  # noqa: TID251 -- made to raise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from omni_core.engine import CheckpointError
 from omni_core.options import DType, LoRAConfig
@@ -70,6 +73,39 @@ def test_case_28_no_pickle_is_read(
     for name, parameter in resumed.trained().items():
         for key, value in resumed.optimizer.state[parameter].items():
             assert torch.equal(ranks.whole(value), ranks.whole(moments[name][key])), (name, key)
+
+
+def test_options_of_the_optimizer_are_those_of_this_run_from_its_first_step(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    first = build(build_engine, ranks, tiny_sd3)
+    first.train_batch(ranks.rows([0]), ranks.loss)
+    state = plain(first.save_checkpoint(tmp_path))
+    other = attrs.evolve(ranks.LR, lr=ranks.LR.lr / 2, weight_decay=0.25, eps=1e-5)
+    resumed = build_engine(tiny_sd3, optimizer=other)
+    resumed.load_checkpoint(tmp_path, state)
+
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["eps"]) == (other.rate(1), 0.25, 1e-5)
+    assert group["betas"] == other.betas
+
+
+def test_a_disk_that_is_full_is_a_checkpoint_error(
+    build_engine: Any,
+    ranks: ModuleType,
+    tiny_sd3: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build(build_engine, ranks, tiny_sd3)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HuggingFaceStorageWriter, "write_data", full)
+    # DCP's own exception is no Exception, and would pass every handler.
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*No space left on device"):
+        engine.save_checkpoint(tmp_path)
 
 
 def test_only_safetensors_are_written_and_no_base(

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from omni_core import plugins
-from omni_core.options import DiffusionModelConfig, EngineConfig, LRSchedule, OptimizerConfig
+from omni_core.options import (
+    DiffusionModelConfig,
+    DType,
+    EngineConfig,
+    LRSchedule,
+    OptimizerConfig,
+)
 from omni_core.plugins import EngineRegistry
 from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine, SD3Family
 from omni_engine_fsdp.model_index import find_family
@@ -131,3 +137,19 @@ def test_replay_needs_whole_batches(build_engine: Any, ranks: ModuleType, tiny_s
         engine.replay(trajectory.select(torch.tensor([0, 2])))
     with pytest.raises(ValueError, match="place 0 twice"):
         engine.replay(trajectory.select(torch.tensor([0, 0])))
+
+
+def test_the_step_sizes_of_a_loss_are_exact_in_float64(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path
+) -> None:
+    engine = build_engine(tiny_sd3, dtype=DType.FLOAT64, optimizer=ranks.LR)
+    batch, seen = ranks.rows([0]), []
+
+    def loss(inputs: Any) -> Any:
+        seen.append(inputs.dt)
+        return ranks.loss(inputs)
+
+    engine.train_batch(batch, loss)
+    sigmas = batch.trajectory.effective.schedule().sigmas.double()
+    steps = batch.trajectory.step_indices.flatten()
+    assert torch.equal(torch.cat(seen), sigmas[steps + 1] - sigmas[steps])

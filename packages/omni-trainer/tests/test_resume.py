@@ -2,11 +2,12 @@
 
 import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from omni_trainer.loop import Trainer
-from omni_trainer.run_directory import RunDirectoryError
+from omni_trainer.run_directory import RunDirectory, RunDirectoryError
 
 
 class StoppedError(BaseException):
@@ -113,3 +114,28 @@ def test_a_run_that_ended_before_its_export_is_exported(train):
 
     assert again.finished_before
     assert again.export == first.export
+
+
+def test_a_config_that_was_edited_is_told_and_kept(train, capsys):
+    with stopped(3):
+        train(*RUN)
+    resumed = train(*RUN, "optimizer.weight_decay=0.5", "trainer.canary_every=3", resume=True)
+
+    said = capsys.readouterr()
+    assert "resume.config_changed" in said.out + said.err
+    assert "optimizer.weight_decay" in said.out + said.err
+    assert "0.0001 -> 0.5" in said.out + said.err
+    assert "canary_every" not in said.out + said.err
+    assert "weight_decay: 0.5" in (resumed.run_dir / "config.yaml").read_text()
+
+
+def test_two_processes_never_write_the_config_of_one_run(train, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    with run.locked(), pytest.raises(RunDirectoryError, match="in use by another process"):
+        train(*RUN)
+    assert not run.exists()
+
+
+def test_checkpoints_lie_where_the_run_is_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory(Path("runs/a")).checkpoints(2).directory == tmp_path / "runs/a/checkpoints"

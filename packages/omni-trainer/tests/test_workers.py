@@ -7,18 +7,20 @@ import attrs
 import pytest
 import torch
 
+from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.choices import StepKind
+from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss
 from omni_core.options import DiffusionSamplingConfig, ScheduleSource
 from omni_core.rollout import RolloutState, RolloutStateError, WeightMismatchError, WeightUpdate
-from omni_core.testing.toys import ToyRollout
+from omni_core.testing.toys import ToyEngine, ToyRollout
 from omni_core.trajectory import RolloutRequest, SampleRecord
 from omni_trainer import ActorRolloutRefWorker, ServerAdapter, TrainingWorker
 from omni_trainer.assembly import worker_config
 from omni_trainer.config import load_run
 from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
-from omni_trainer.workers.batches import train_batch
+from omni_trainer.workers.batches import filled_up, train_batch
 from omni_trainer.workers.server_adapter import serve
 
 LINEAR = DiffusionSamplingConfig(
@@ -106,12 +108,50 @@ def test_log_probs_of_actor_and_reference_agree_until_the_actor_moves(worker):
     assert not torch.equal(worker.infer_actor_batch(plan, *trajectories), before)
 
 
+def test_an_algorithm_that_cannot_train_the_model_is_refused_before_it_is_loaded(
+    toy_source, monkeypatch
+):
+    monkeypatch.setattr(ToyEngine, "initialize", lambda self: pytest.fail("it was loaded"))
+    # A run's config says it earlier: here the worker has to.
+    monkeypatch.setattr(FlowGRPOOptions, "mistakes", lambda self, facts: {})
+    with pytest.raises(ValueError, match="flow_grpo cannot train 'toy': its loss looks at the ref"):
+        make(toy_source, "model.lora=null", "algorithm.kl_coef=0.1")
+
+
+def test_an_engine_that_cannot_tell_is_tried(toy_source, monkeypatch):
+    monkeypatch.setattr(ToyEngine, "facts", BaseEngine.facts)
+    make(toy_source, "model.lora=null").close()
+
+
 def test_the_canary_is_exact(worker):
     report = worker.canary(*sampled(worker))
 
     assert report.rows == 6
     assert report.exact == {0: 0.0, 2: 0.0}
     assert max(report.floor.values()) <= 1e-6
+
+
+def test_the_canary_goes_through_micro_batches_as_large_as_those_of_training(toy_source):
+    worker = make(toy_source, "engine.micro_batch_size=10", "rollout.batch_size=1")
+    sizes = []
+    step = worker.training.engine.forward_step
+    worker.training.engine.forward_step = lambda micro_batch, *rest, **more: (
+        sizes.append(len(micro_batch.rows)) or step(micro_batch, *rest, **more)
+    )
+
+    report = worker.canary(*sampled(worker))
+
+    assert sizes == [10]  # 5 rows of 2 steps: the batch of 1 that was sampled, and 4 more
+    assert report.rows == 5
+    worker.close()
+
+
+def test_a_micro_batch_is_filled_as_far_as_there_are_rows(worker):
+    trajectories = sampled(worker)  # 2 of 3 rows, 2 trained steps each
+
+    assert filled_up(trajectories, [(1, 0)], pairs=2) == [(1, 0)]
+    assert filled_up(trajectories, [(1, 0)], pairs=5) == [(0, 0), (0, 1), (1, 0)]
+    assert filled_up(trajectories, [(1, 0)], pairs=99) == ALL
 
 
 def test_rows_are_taken_in_the_order_of_the_plan(worker):

@@ -18,6 +18,7 @@ from omni_core.choices import Policy as Policy
 from omni_core.choices import PredictionGuidance as PredictionGuidance
 from omni_core.engine import LossTerms
 from omni_core.forward_needs import ForwardNeeds
+from omni_core.model import ModelFamily, TextLayout
 from omni_core.options import AlgorithmConfig
 from omni_core.schedule import FlowMatchSchedule
 
@@ -45,9 +46,20 @@ class ModelFacts:
     """What `unsupported` may look at."""
 
     family: str
+    """Name of its class."""
     masked_text: bool
     has_adapter: bool
     experts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, family: ModelFamily, *, has_adapter: bool) -> ModelFacts:
+        """Take what a family declares; nothing is loaded."""
+        return cls(
+            family=type(family).__name__,
+            masked_text=family.text_layout is TextLayout.MASKED,
+            has_adapter=has_adapter,
+            experts=family.expert_names,
+        )
 
 
 class AdapterOperations(Protocol):

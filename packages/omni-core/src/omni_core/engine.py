@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -21,6 +21,9 @@ from omni_core.options import CheckpointConfig, DiffusionModelConfig, EngineConf
 from omni_core.records import TensorRecord
 from omni_core.reverse_step import Latents, ReverseStep
 from omni_core.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from omni_core.algorithm import ModelFacts
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -225,6 +228,16 @@ class BaseEngine(ABC):
     def set_loss_fn(self, loss_function: LossFunction) -> None:
         """Set the loss that `train_batch` and `infer_batch` use when none is passed."""
         self.loss_function = loss_function
+
+    def facts(self) -> ModelFacts | None:
+        """Say what `Algorithm.unsupported` may look at, before `initialize` and without loading weights.
+
+        None, the default, is an engine that cannot tell: every algorithm is then tried.
+
+        Raises:
+            ValueError, FileNotFoundError: there is no such model.
+        """
+        return None
 
     @abstractmethod
     def initialize(self) -> None:

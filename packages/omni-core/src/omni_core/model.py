@@ -147,6 +147,10 @@ class ModelFamily(ABC):
 
     pipeline_classes: tuple[str, ...]
     """`_class_name` values of model_index.json that it serves."""
+    text_layout: TextLayout = TextLayout.FIXED
+    """What its conditioner does; said here so that it is known before anything is loaded."""
+    expert_names: tuple[str, ...] = ("transformer",)
+    """Of its denoiser's `experts`, in their order."""
 
     def __init__(self, config: DiffusionModelConfig) -> None:
         self.config = config

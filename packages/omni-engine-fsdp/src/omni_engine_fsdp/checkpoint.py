@@ -96,13 +96,20 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
 
     Returns:
         JSON data, the same on every rank.
+
+    Raises:
+        CheckpointError: it cannot be written, for lack of space or of permission.
     """
     engine.prepare_weights()
     directory.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
     ranks = engine.get_data_parallel_size()
-    with _alone():
-        write_tensors(_tensors(engine), storage_writer=writer, no_dist=ranks == 1)
+    try:
+        with _alone():
+            write_tensors(_tensors(engine), storage_writer=writer, no_dist=ranks == 1)
+    except (SafetensorError, CheckpointException, OSError) as error:
+        msg = f"checkpoint {directory} cannot be written: {_cause(error)}"
+        raise CheckpointError(msg) from error
     optimizer = engine.optimizer
     state: dict[str, Any] = {
         "kind": kind(engine),
@@ -124,6 +131,9 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
 
 def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any]) -> None:
     """Restore what `save` wrote and returned; all ranks call it.
+
+    The optimizer goes on with the moments that were saved and the options of its own config, at the
+    place of the schedule that was saved.
 
     Raises:
         CheckpointError: of another kind of run, incomplete or unreadable; nothing is changed by the
@@ -147,9 +157,9 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
         for name, values in moments.items():
             step = torch.tensor(steps[name], dtype=torch.float32)
             engine.optimizer.state[wanted[name]] = {"step": step, **values}
-        for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(saved, betas=tuple(saved["betas"]))
         engine.schedule_steps = state["schedule_steps"]
+        for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(saved, **engine.group_options())
     engine.weight_version = state["weight_version"]
     engine.nonfinite_steps = state["nonfinite_steps"]
     if state["world_size"] == engine.get_data_parallel_size():
@@ -201,8 +211,15 @@ def _read(directory: Path, tensors: dict[str, Tensor]) -> None:
         with _alone():
             read_tensors(tensors, storage_reader=reader, no_dist=True)
     except (SafetensorError, CheckpointException, OSError) as error:
-        msg = f"checkpoint {directory} cannot be read: {error}"
+        msg = f"checkpoint {directory} cannot be read: {_cause(error)}"
         raise CheckpointError(msg) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Take what a rank raised out of DCP's own exception, which is a BaseException of many lines."""
+    if isinstance(error, CheckpointException):
+        return next((cause for cause, _ in error.failures.values()), error)
+    return error
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
 from omni_core import device as devices
+from omni_core.algorithm import ModelFacts
 from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerReport
 from omni_core.model import Denoiser, ModelFamily
 from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
@@ -89,6 +90,10 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             msg = f"add_adapter({name!r}): taken, empty or with a dot"
             raise ValueError(msg)
         self._more_adapters.append(name)
+
+    def facts(self) -> ModelFacts:
+        """Take what the family of the pipeline declares."""
+        return ModelFacts.of(find_family(self.model_config), has_adapter=self.has_adapter)
 
     def initialize(self) -> None:
         """Load, adapt and shard every expert; make the optimizer unless its config is None.
@@ -276,6 +281,16 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         for group in optimizer.param_groups:
             group["lr"] = rate
         return rate
+
+    def group_options(self) -> dict[str, Any]:
+        """Return what the config says of the optimizer's groups, at the schedule's present place."""
+        _, config = self._optimizer()
+        return {
+            "lr": config.rate(self.schedule_steps),
+            "betas": tuple(config.betas),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+        }
 
     def prepare_weights(self) -> None:
         """Free gathered copies, so that what modules hold are the sharded weights themselves."""

@@ -113,7 +113,9 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
                 old_log_probs=data.trajectory.log_probs[rows, micro_batch.columns].to(log_probs),
                 advantages=data.advantages[rows].to(log_probs),
                 weights=weights,
-                dt=(inputs.sigma_next - inputs.sigma).to(log_probs),
+                dt=(inputs.sigma_next.double() - inputs.sigma.double()).to(
+                    log_probs.device, log_probs.dtype
+                ),
             )
         )
         return Forward(

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from omni_core import loopback
 from omni_core.device import collective_backend, total_memory
 from omni_engine_fsdp.options import FSDPEngineConfig, ShardBase
 
@@ -26,7 +27,7 @@ def local_rank() -> int:
 
 
 def ensure_process_group(device: torch.device) -> None:
-    """Make a process group of this process alone where there is none (no port is opened).
+    """Make a process group of this process alone where there is none, on loopback.
 
     Raises:
         RuntimeError: a launcher started several processes, and torch.distributed was not initialised:
@@ -42,7 +43,8 @@ def ensure_process_group(device: torch.device) -> None:
         )
         raise RuntimeError(msg)
     store = dist.HashStore()  # type: ignore[attr-defined] # absent from the stub's exports
-    dist.init_process_group(collective_backend(device), store=store, rank=0, world_size=1)
+    with loopback.only():
+        dist.init_process_group(collective_backend(device), store=store, rank=0, world_size=1)
 
 
 def data_parallel_mesh(device: torch.device) -> DeviceMesh:

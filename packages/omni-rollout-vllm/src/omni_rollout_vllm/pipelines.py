@@ -199,6 +199,13 @@ class RecordingMixin:
             do_true_cfg, true_cfg_scale, *args, **kwargs
         )
 
+    def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the transformer the timestep as it is, where the pipeline rounded it."""
+        given = kwargs.get("timestep")
+        if self._listening is not None and self.family.float_timestep and given is not None:
+            kwargs["timestep"] = self.scheduler.timestep.expand(len(given))
+        return super().predict_noise(*args, **kwargs)  # type: ignore[misc]
+
     # -- adapters from memory ----------------------------------------------------------------------
 
     def hold_adapter(

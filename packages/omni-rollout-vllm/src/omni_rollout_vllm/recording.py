@@ -107,6 +107,11 @@ class RecordingScheduler:
         """float32 [T]."""
         return self.rule.schedule.timesteps.to(self.device)
 
+    @property
+    def timestep(self) -> Tensor:
+        """float32 scalar: of the step that comes next."""
+        return self.timesteps[self.index]
+
     def initial(self) -> Any:
         """Noise of all rows, float32, as the pipeline holds latents."""
         return self._held()

@@ -64,6 +64,9 @@ class VllmOmniRollout(BaseRollout):
     Of the training engine it reads `model_config`, `family.schedule` and the data-parallel rank.
     """
 
+    replays_exactly = False
+    """Its kernels are not the training engine's: a replay differs in the last bits."""
+
     def __init__(self, options: VllmOmniRolloutConfig, *, engine: Any) -> None:
         upstream.check(internals=False)
         self.options = options

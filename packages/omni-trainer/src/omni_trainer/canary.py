@@ -1,8 +1,8 @@
 """Two numbers say whether training sees the steps that were sampled; if not, the run stops.
 
 `exact`: a rollout's batch replayed in its own composition and shapes. For unchanged weights in float32
-the log-probs are the stored ones, bit for bit. `floor`: the same rows through training micro-batches.
-A batch of another size moves float32 log-probs by some 3e-8 and bf16 ones by some 3e-5, which a clip
+the log-probs are the stored ones, bit for bit. `floor`: the same rows, and as many more as
+fill one, through training micro-batches of the size that training has. A batch of another size moves float32 log-probs by some 3e-8 and bf16 ones by some 3e-5, which a clip
 of 1e-5 mistakes for a change of the policy: so the floor is held against the clip, per sampling step.
 """
 
@@ -55,22 +55,26 @@ class CanaryVerdict:
     """Sampling step -> floor."""
 
 
-def measure(rows: Trajectory, *, replayed: Tensor, trained: Tensor, rank: int) -> CanaryReport:
-    """Compare two scorings of the same steps with what is stored.
+def measure(
+    batch: Trajectory, rows: Trajectory, *, replayed: Tensor, trained: Tensor, rank: int
+) -> CanaryReport:
+    """Compare two scorings with what is stored.
 
     Args:
-        rows: B rows whose `log_probs` are stored.
-        replayed: float32 [B, W], in the rollout's own batches.
-        trained: float32 [B, W], through training micro-batches.
+        batch: A rollout's own batch.
+        rows: What was scored as in training: those of *batch*, and as many more as fill a micro-batch.
+        replayed: float32 [batch, W], in the rollout's own batches.
+        trained: float32 [rows, W], through training micro-batches.
         rank: Whose rows they are.
     """
-    stored = rows.log_probs
+    exact = replayed.double() - batch.log_probs.double()
+    floor = torch.expm1(trained.double() - rows.log_probs.double())
     return CanaryReport(
         rank=rank,
         rows=rows.rows,
         effective=rows.effective,
-        exact=_largest(rows.step_indices, (replayed.double() - stored.double()).abs()),
-        floor=_largest(rows.step_indices, torch.expm1(trained.double() - stored.double()).abs()),
+        exact=_largest(batch.step_indices, exact.abs()),
+        floor=_largest(rows.step_indices, floor.abs()),
     )
 
 
@@ -130,14 +134,16 @@ def judge(
 def _table(reports: Sequence[CanaryReport], asked: SamplingSpec) -> str:
     lines = ["  rank  step  sigma         max |dlogp|   max |ratio - 1|"]
     for report in reports:
-        for step, value in report.exact.items():
+        for step in sorted({*report.exact, *report.floor}):
             sigma = report.effective.sigmas[step]
-            floor = report.floor[step]
-            lines.append(
-                f"  {report.rank:>4}  {step:>4}  {sigma:<12.9g}  {value:<12.5g}  {floor:.5g}"
-            )
+            exact, floor = (_cell(found.get(step)) for found in (report.exact, report.floor))
+            lines.append(f"  {report.rank:>4}  {step:>4}  {sigma:<12.9g}  {exact:<12}  {floor}")
     used = reports[0].effective.schedule()
     return "\n".join([*lines, both_schedules(asked.schedule(), used)])
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5g}"
 
 
 def both_schedules(asked: FlowMatchSchedule, used: FlowMatchSchedule) -> str:

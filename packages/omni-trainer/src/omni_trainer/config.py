@@ -38,11 +38,13 @@ __all__ = [
     "RunConfig",
     "SeedsConfig",
     "TrainerConfig",
+    "changes",
     "check",
     "engine_name",
     "known_paths",
     "load_run",
     "show",
+    "trained_with",
 ]
 
 DEFAULTS = core.Layer(
@@ -167,3 +169,31 @@ def show(loaded: LoadedRun) -> list[str]:
     ]
     width = min(max(len(text) for text, _ in rows), 80)
     return [f"{text:<{width}}  # {source}" for text, source in rows]
+
+
+# -- what a resumed run goes on with ----------------------------------------------------------------
+
+_MAY_DIFFER = frozenset({"model.path", "data.train", "data.heldout"})
+"""A file may have moved: what it holds is compared elsewhere."""
+_SECTIONS = frozenset(
+    {"model", "engine", "optimizer", "rollout", "algorithm", "reward", "data", "seeds"}
+)
+
+
+def trained_with(config: RunConfig) -> dict[str, Any]:
+    """Return every value that training depends on, by its path: plain data for a checkpoint."""
+    return {
+        path: value
+        for path, value in core.leaves(core.unstructure(config))
+        if path.partition(".")[0] in _SECTIONS and path not in _MAY_DIFFER
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Say `before -> now` of every value that differs, by its path; nothing where *before* is empty."""
+    paths = [*before, *(path for path in now if path not in before)] if before else []
+    return {
+        path: f"{before.get(path)} -> {now.get(path)}"
+        for path in paths
+        if before.get(path) != now.get(path)
+    }

@@ -19,7 +19,7 @@ from omni_core.metrics import merge
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.canary import check_echo, judge
 from omni_trainer.checkpoints import Checkpoint, Checkpoints
-from omni_trainer.config import RunConfig
+from omni_trainer.config import RunConfig, changes, trained_with
 from omni_trainer.data import PromptSampler
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import WorkerGroup
@@ -230,6 +230,7 @@ class Trainer:
             "weight_version": self.weight_version,
             "recompute": self.recompute,
             "floors": {str(step): floor for step, floor in self.floors.items()},
+            "config": trained_with(self.config),
             "prompts": self.prompts.state(),
             "algorithm": self.algorithm.state(),
             "trackers": self.observer.positions(),
@@ -244,6 +245,9 @@ class Trainer:
         """
         state: Mapping[str, Any] = checkpoint.state()
         workers: Sequence[Any] = state["workers"]
+        changed = changes(state.get("config", {}), trained_with(self.config))
+        if changed:
+            log.warning("resume.config_changed", step=state["step"], changed=changed)
         if len(workers) != self.group.size:
             log.warning("resume.other_ranks", saved=len(workers), now=self.group.size)
             workers = [workers[0]] * self.group.size
@@ -254,7 +258,7 @@ class Trainer:
         self.step = int(state["step"])
         self.weight_version = versions[0]
         self.recompute = bool(state["recompute"])
-        self.floors = {int(step): float(value) for step, value in state["floors"].items()}
+        self.floors = {int(step): float(value) for step, value in state.get("floors", {}).items()}
         log.info("resume.from", step=self.step, directory=str(checkpoint.directory))
 
 

@@ -15,7 +15,7 @@ from omni_trainer.config import ResumeMode, RunConfig
 from omni_trainer.evaluation import Evaluation, load_evaluation
 from omni_trainer.export_card import write_card
 from omni_trainer.group import WorkerError, WorkerGroup
-from omni_trainer.run_directory import RunDirectory, write_json
+from omni_trainer.run_directory import RunDirectory, with_absolute_paths, write_json
 from omni_trainer.summary import EXPORTED, RunSummary, summarise
 
 log = structlog.get_logger()
@@ -46,8 +46,14 @@ def run_training(
     run = RunDirectory(run_dir)
     resume = resume or (run.exists() and config.trainer.resume_mode is ResumeMode.AUTO)
     prompts = read_prompts(config)
-    run = RunDirectory.open(run_dir) if resume else RunDirectory.create(run_dir, config, resolved)
+    # Ranks on a cluster that was started elsewhere have another current directory.
+    config = with_absolute_paths(config)
+    run = RunDirectory.open(run_dir) if resume else run.free()
     with run.locked():
+        if not resume:
+            RunDirectory.create(run_dir, config, resolved)
+        elif core.unstructure(config) != core.unstructure(run.config().config):
+            run.write_config(config, resolved)
         checkpoint = run.checkpoints(config.checkpoint.keep).latest() if resume else None
         first = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None and first >= config.trainer.steps:

@@ -63,23 +63,10 @@ class RunDirectory:
         Raises:
             RunDirectoryError: it already holds a run.
         """
-        run = cls(path)
-        if run.exists():
-            msg = (
-                f"{path} already holds a run; `omni resume {path}` goes on with it, and "
-                "trainer.name or trainer.run_dir chooses another directory"
-            )
-            raise RunDirectoryError(msg)
+        run = cls(path).free()
         path.mkdir(parents=True, exist_ok=True)
-        plain = core.unstructure(with_absolute_paths(config))
-        sources = {
-            name: core.source_of(name, resolved.sources if resolved else {})
-            for name, _ in core.leaves(plain)
-        }
-        write_json(path / "provenance.json", sources)
         write_json(path / "environment.json", environment())
-        # Written last: a directory with a config is a run.
-        write_text(path / CONFIG, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+        run.write_config(config, resolved)
         return run
 
     @classmethod
@@ -95,6 +82,31 @@ class RunDirectory:
             raise RunDirectoryError(msg)
         return run
 
+    def free(self) -> RunDirectory:
+        """Check that a new run may be made here.
+
+        Raises:
+            RunDirectoryError: there is one already.
+        """
+        if self.exists():
+            msg = (
+                f"{self.path} already holds a run; `omni resume {self.path}` goes on with it, and "
+                "trainer.name or trainer.run_dir chooses another directory"
+            )
+            raise RunDirectoryError(msg)
+        return self
+
+    def write_config(self, config: RunConfig, resolved: core.Resolved | None) -> None:
+        """Write what the run is trained with, and where that came from."""
+        plain = core.unstructure(with_absolute_paths(config))
+        sources = {
+            name: core.source_of(name, resolved.sources if resolved else {})
+            for name, _ in core.leaves(plain)
+        }
+        write_json(self.path / "provenance.json", sources)
+        # Written last: a directory with a config is a run.
+        write_text(self.path / CONFIG, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
     def exists(self) -> bool:
         """Whether a run is here."""
         return (self.path / CONFIG).is_file()
@@ -104,8 +116,8 @@ class RunDirectory:
         return load_run(str(self.path.absolute() / CONFIG))
 
     def checkpoints(self, keep: int) -> Checkpoints:
-        """Open the run's checkpoints."""
-        return Checkpoints(self.path / "checkpoints", keep=keep)
+        """Open the run's checkpoints, at a place that is the same from any current directory."""
+        return Checkpoints(self.path.absolute() / "checkpoints", keep=keep)
 
     @property
     def evaluations(self) -> Path:
@@ -124,11 +136,12 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep the run to this process.
+        """Keep the run to this process; the directory is made if it is not there.
 
         Raises:
             RunDirectoryError: another process has it.
         """
+        self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:

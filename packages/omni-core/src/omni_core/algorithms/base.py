@@ -34,6 +34,7 @@ from omni_core.forward_needs import ForwardNeeds
 from omni_core.forward_process import ForwardLossInputs, velocity_error
 from omni_core.kl import gaussian_kl
 from omni_core.norm_guard import norm_growth, norm_guard
+from omni_core.options import AlgorithmConfig
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.seeds import derive_seed
@@ -64,6 +65,16 @@ def required(value: Latents | None, what: str) -> Latents:
         msg = f"the loss needs {what}, and the engine gave none"
         raise ValueError(msg)
     return {name: tensor.detach() for name, tensor in value.items()}
+
+
+def without_reference(options: AlgorithmConfig, model: ModelFacts) -> str | None:
+    """Say why the loss cannot have its reference, which is the base without its adapter; or None."""
+    if not options.needs_reference or model.has_adapter:
+        return None
+    return (
+        "its loss looks at the reference policy, the base without its adapter, and every weight is "
+        "trained here, so that no base is kept: set model.lora, or leave the regulariser out"
+    )
 
 
 def guarded(
@@ -105,6 +116,10 @@ class ReverseAlgorithm(Algorithm):
             stop = start + size
         schedule.check_window(start, stop, where="algorithm.window_range")
         return tuple(range(start, stop))
+
+    def unsupported(self, model: ModelFacts) -> str | None:
+        """A reference is the base without its adapter."""
+        return without_reference(self.options, model)
 
     def finish(self, inputs: LossInputs, terms: Tensor, metrics: Mapping[str, Tensor]) -> LossTerms:
         """Add the configured regularisers to the terms [M] of a loss."""
@@ -189,14 +204,14 @@ class ForwardAlgorithm(Algorithm):
         return ()
 
     def unsupported(self, model: ModelFacts) -> str | None:
-        """Policies beside the trained one are adapters."""
+        """Policies beside the trained one are adapters, or the base without one."""
         others = [name for name in self.adapters if name != "default"]
         if others and not model.has_adapter:
             return (
                 f"{self.options.title} keeps another policy ({', '.join(others)}) as a second adapter, "
                 "and every weight is trained here: set model.lora"
             )
-        return None
+        return without_reference(self.options, model)
 
     def finish(
         self, inputs: ForwardLossInputs, terms: Tensor, metrics: Mapping[str, Tensor]

@@ -70,6 +70,10 @@ class EngineFamily(ABC):
     least_guidance: float = 1.0
     """Smallest guidance scale that the pipeline takes for what it is; 1.0 is none."""
 
+    float_timestep: bool = False
+    """The transformer takes `timestep` in float32, though the pipeline rounds it to its own precision (in
+    bfloat16 976 instead of 978.26): it is given as training gives it."""
+
     # -- asking ------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -15,6 +15,7 @@ class SD3(EngineFamily):
     name = "sd3"
     pipeline_class = "StableDiffusion3Pipeline"
     pipeline_module = "vllm_omni.diffusion.models.sd3.pipeline_sd3"
+    float_timestep = True
 
     def guidance_fields(self, scale: float) -> dict[str, Any]:
         """It guides where the scale is above 1."""

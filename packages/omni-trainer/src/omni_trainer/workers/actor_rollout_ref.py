@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omni_core import device as devices
 from omni_core.algorithm import Algorithm
+from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss, algorithm
 from omni_core.metrics import Moments, merge
 from omni_core.options import (
@@ -31,7 +32,12 @@ from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
 from omni_trainer.canary import CanaryReport, measure
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
 from omni_trainer.workers import process
-from omni_trainer.workers.batches import first_sampling_batch, gather_rows, train_batch
+from omni_trainer.workers.batches import (
+    filled_up,
+    first_sampling_batch,
+    gather_rows,
+    train_batch,
+)
 from omni_trainer.workers.correction import correction_of, with_old_log_probs
 from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig
 
@@ -119,9 +125,13 @@ class ActorRolloutRefWorker:
         return algorithm(self.config.actor.loss)
 
     def init_model(self) -> RankFacts:
-        """Load the model, make the optimizer and the rollout, and push the first weights."""
+        """Load the model, make the optimizer and the rollout, and push the first weights.
+
+        Raises:
+            ValueError: the algorithm cannot train this model; says why, before anything is loaded.
+        """
         self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
-        self.training.reset()
+        self.training.reset(check=self._check_supported)
         plugin = registry(ROLLOUTS).get(self.config.rollout)
         self._rollout = plugin.build(self.config.rollout_options, engine=self.training.engine)
         return RankFacts(
@@ -130,6 +140,14 @@ class ActorRolloutRefWorker:
             torch=str(torch.__version__),
             weight_version=self.update_weights(),
         )
+
+    def _check_supported(self, engine: BaseEngine) -> None:
+        facts = engine.facts()
+        reason = None if facts is None else self.algorithm.unsupported(facts)
+        if reason is not None:
+            name, path = self.config.actor.loss.name, self.config.actor.model.path
+            msg = f"algorithm.name: {name} cannot train {path!r}: {reason}"
+            raise ValueError(msg)
 
     # -- sampling ----------------------------------------------------------------------------------
 
@@ -173,8 +191,11 @@ class ActorRolloutRefWorker:
         Args:
             trajectories: All that this rank sampled in this step; at least one.
         """
-        rows = gather_rows(trajectories, first_sampling_batch(trajectories))
-        replayed = self.training.engine.replay(rows).cpu()
+        first = first_sampling_batch(trajectories)
+        batch = gather_rows(trajectories, first)
+        replayed = self.training.engine.replay(batch).cpu()
+        size = self.config.actor.engine.micro_batch_size
+        rows = gather_rows(trajectories, filled_up(trajectories, first, pairs=size))
         plan = OptimizerStepPlan(
             rows=tuple((0, row) for row in range(rows.rows)),
             advantages=(0.0,) * rows.rows,
@@ -182,7 +203,7 @@ class ActorRolloutRefWorker:
             denominator=float(rows.log_probs.numel()),
         )
         trained = self.infer_actor_batch(plan, rows)
-        return measure(rows, replayed=replayed, trained=trained, rank=self.place.rank)
+        return measure(batch, rows, replayed=replayed, trained=trained, rank=self.place.rank)
 
     # -- training ----------------------------------------------------------------------------------
 

@@ -52,3 +52,28 @@ def first_sampling_batch(trajectories: Sequence[Trajectory]) -> list[tuple[int, 
         for row, place in enumerate(trajectory.places)
         if place.batch == name
     ]
+
+
+def filled_up(
+    trajectories: Sequence[Trajectory], chosen: Sequence[tuple[int, int]], *, pairs: int
+) -> list[tuple[int, int]]:
+    """Add rows to *chosen*, as (trajectory, row) pairs, until they hold *pairs* trained steps.
+
+    Args:
+        trajectories: All that there are; where they hold less, all rows are taken.
+        chosen: Rows that are taken anyway.
+        pairs: (sample, step) pairs of a micro-batch.
+
+    Returns:
+        The rows in the order of the trajectories, as a training plan has them.
+    """
+    taken = set(chosen)
+    held = sum(trajectories[source].step_indices.shape[1] for source, _ in taken)
+    for source, trajectory in enumerate(trajectories):
+        for row in range(trajectory.rows):
+            if held >= pairs:
+                return sorted(taken)
+            if (source, row) not in taken:
+                taken.add((source, row))
+                held += trajectory.step_indices.shape[1]
+    return sorted(taken)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from omni_core import device as devices
-from omni_core import plugins
+from omni_core import loopback, plugins
 
 LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -64,7 +64,7 @@ class Rendezvous:
 
     def __init__(self, *, host: str, port: int, is_master: bool) -> None:
         if host == LOOPBACK:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            loopback.stay()
         self.store = _TCPStore(
             host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(minutes=5)
         )
@@ -89,13 +89,14 @@ def join(place: Place, device: torch.device, store: Any = None) -> bool:
             msg = f"this process is in a group of {dist.get_world_size()} ranks, not {place.world_size}"
             raise ValueError(msg)
         return False
-    dist.init_process_group(
-        devices.collective_backend(device),
-        store=_HashStore() if store is None else store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
+    with loopback.only() if store is None else nullcontext():
+        dist.init_process_group(
+            devices.collective_backend(device),
+            store=_HashStore() if store is None else store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
     log.debug("process_group.joined", world_size=place.world_size, backend=dist.get_backend())
     return True
 

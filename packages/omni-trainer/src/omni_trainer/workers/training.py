@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,8 +66,12 @@ class TrainingWorker:
         """Optimizer steps that changed the weights, as the engine counts them."""
         return int(getattr(self.engine, "weight_version", self.optimizer_steps))
 
-    def reset(self) -> None:
-        """Build and load the model and the optimizer anew."""
+    def reset(self, check: Callable[[BaseEngine], None] | None = None) -> None:
+        """Build and load the model and the optimizer anew.
+
+        Args:
+            check: Sees the engine before anything is loaded; what it raises ends the reset.
+        """
         config = self.config
         engine: BaseEngine = EngineRegistry.new(
             config.model_type,
@@ -78,6 +82,8 @@ class TrainingWorker:
             optimizer_config=config.optimizer,
             checkpoint_config=config.checkpoint,
         )
+        if check is not None:
+            check(engine)
         for name in config.adapters[1:]:
             engine.add_adapter(name)
         engine.initialize()

@@ -14,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_core import device as devices
+from omni_core.algorithm import ModelFacts
 from omni_core.engine import (
     BaseEngine,
     BatchOutput,
@@ -66,6 +67,10 @@ class ToyEngine(BaseEngine):
         self._schedule_steps = 0
         self._optimizer: torch.optim.AdamW | None = None
         self._more_adapters: list[str] = []
+
+    def facts(self) -> ModelFacts:
+        """Take what the family declares."""
+        return ModelFacts.of(self.family, has_adapter=self.has_adapter)
 
     def initialize(self) -> None:
         """Make the model, its adapter and the optimizer."""

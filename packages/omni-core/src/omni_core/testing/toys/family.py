@@ -207,6 +207,7 @@ class ToyFamily(ModelFamily):
     """Reads nothing: equal paths give equal weights."""
 
     pipeline_classes = ("ToyPipeline",)
+    text_layout = TextLayout.MASKED
 
     def load_denoiser(self, dtype: torch.dtype) -> ToyDenoiser:
         """Make the trained part: weights in float64 where that is computed in, else in float32."""

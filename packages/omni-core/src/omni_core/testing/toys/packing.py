@@ -55,7 +55,7 @@ class MicroBatch:
             old_log_probs=self.old_log_probs,
             advantages=self.advantages,
             weights=self.weights,
-            dt=sigma_next - sigma,
+            dt=(sigma_next.double() - sigma.double()).to(current.std.dtype),
         )
 
 
