@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import structlog
 
+from omni_trainer.commands.interruption import Terminated
 from omni_trainer.config import load_run
 from omni_trainer.evaluation import Evaluation, PromptScores, save_evaluation
 from omni_trainer.reporting.jsonl import JsonlTracker
@@ -103,3 +104,27 @@ def test_a_mistake_is_answered_before_anything_starts(quickstart, tmp_path, monk
     assert "trainer.steps" in said
     assert "clip_ratio" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt, 130, "interrupted; the run is in runs/q; "),
+        (Terminated, 143, "terminated; the run is in runs/q; "),
+        (RuntimeError, 1, "the run is in runs/q; "),
+    ],
+)
+def test_a_quickstart_that_stops_says_where_it_is_and_how_to_go_on(
+    error, code, said, quickstart, tmp_path, monkeypatch, capsys
+):
+    def stops(config, *, run_dir, resolved):
+        RunDirectory.create(run_dir, config, resolved)
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quickstart, "run_training", stops)
+
+    assert quickstart.main(["trainer.name=q"]) == code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(said)
+    assert last.endswith("`omni resume runs/q` starts it from the beginning")

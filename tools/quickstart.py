@@ -17,7 +17,9 @@ import attrs
 
 from omni_core.log import configure
 from omni_trainer.commands.failures import report as report_failure
-from omni_trainer.config import load_run
+from omni_trainer.commands.interruption import terminable, told
+from omni_trainer.commands.training import where_it_is
+from omni_trainer.config import LoadedRun, load_run
 from omni_trainer.evaluation import Evaluation, PromptScores
 from omni_trainer.reporting.changes import Change, change_of, scored_pairs
 from omni_trainer.reporting.intervals import Interval
@@ -39,24 +41,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     configure(level="warning")
     try:
-        summary = train(arguments.seed, arguments.steps, arguments.overrides)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+        loaded = configured(arguments.seed, arguments.steps, arguments.overrides)
     except Exception as exc:  # noqa: BLE001 -- the last frame: every error ends in sentences
         return report_failure(exc)
+    run_dir = new_run_path(loaded.config, loaded.source)
+    print(
+        f"training in {run_dir}; seed {arguments.seed}, {loaded.config.trainer.steps} steps",
+        flush=True,
+    )
+    try:
+        with terminable():
+            summary = run_training(loaded.config, run_dir=run_dir, resolved=loaded.resolved)
+    except KeyboardInterrupt as exc:
+        said, code = told(exc)
+        print(f"{said}; {where_it_is(run_dir)}", file=sys.stderr)
+        return code
+    except Exception as exc:  # noqa: BLE001 -- told here, where the run's directory is known
+        code = report_failure(exc)
+        print(where_it_is(run_dir), file=sys.stderr)
+        return code
     print(report(summary))
     return 0
 
 
-def train(seed: int, steps: int | None, overrides: Sequence[str]) -> RunSummary:
-    """Run the recipe."""
+def configured(seed: int, steps: int | None, overrides: Sequence[str]) -> LoadedRun:
+    """Load the recipe with what was asked for."""
     seeds = [f"seeds.{name}={seed}" for name in ("data", "rollout", "reward", "train")]
     length = [] if steps is None else [f"trainer.steps={steps}"]
-    loaded = load_run(RECIPE, [*seeds, *length, *overrides])
-    run_dir = new_run_path(loaded.config, loaded.source)
-    print(f"training in {run_dir}; seed {seed}, {loaded.config.trainer.steps} steps", flush=True)
-    return run_training(loaded.config, run_dir=run_dir, resolved=loaded.resolved)
+    return load_run(RECIPE, [*seeds, *length, *overrides])
 
 
 # -- what is said in the end --------------------------------------------------------------------------

@@ -241,6 +241,7 @@ def test_the_defaults_fit() -> None:
         ({"window_range": (1, 2, 3)}, "window_range", "expected [start, stop], got [1, 2, 3]"),
         ({"window_size": 6}, "window_size", "6 steps do not fit into [0, 5) of 10 steps"),
         ({"window_size": 3, "window_range": (4, 6)}, "window_size", "at most 2 fit"),
+        ({"kind": StepKind.CPS, "noise_level": 1.2}, "noise_level", "in (0, 1], got 1.2"),
         ({"kind": StepKind.ODE}, "kind", "choose one of sde, cps, dance_sde"),
     ],
 )

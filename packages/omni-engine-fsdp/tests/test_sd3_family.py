@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -393,3 +395,15 @@ def test_decoded_pixels_are_those_of_the_stock_pictures(
     assert found.dtype == torch.uint8
     assert found.shape == (2, 16, 32, 3)
     assert np.array_equal(found.numpy(), np.stack([np.asarray(picture) for picture in pictures]))
+
+
+def test_loading_the_family_says_nothing_of_what_it_does_without() -> None:
+    """transformers tells of image processors without torchvision as stock pipelines are imported."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import omni_engine_fsdp.families.sd3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert found.stderr == ""

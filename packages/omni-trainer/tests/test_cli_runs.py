@@ -1,5 +1,6 @@
 """`omni train | resume | eval | export` on the toys: what is said, where things lie, exit codes."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -105,15 +106,72 @@ def test_case_35_a_failed_worker_is_named_first_and_the_run_can_go_on(folder, ca
     assert "the run is in runs/toy; it has no checkpoint yet" in rest[-1]
 
 
-def test_ctrl_c_says_where_the_run_is_and_how_to_go_on(folder):
-    code = (
+def test_what_the_model_refuses_is_a_sentence_and_the_name_stays_free(folder, capsys):
+    refused = ["train", "run.yaml", "trainer.steps=1", "model.lora=null", "algorithm.kl_coef=0.1"]
+    assert cli.main(refused) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: actor rank 0: ValueError: algorithm.name: flow_grpo cannot train"
+    )
+    assert line.endswith("`omni -v` shows the traceback")
+
+    assert cli.main(["-v", *refused]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+    assert cli.main(["train", "run.yaml", "trainer.steps=1"]) == 0
+    assert "lora: null" not in (folder / "runs/toy/config.yaml").read_text()
+
+
+def test_what_a_run_has_not_is_a_sentence(folder, capsys):
+    bare = ["data.heldout=null", "model.lora=null", "trainer.steps=1"]
+    assert cli.main(["train", "run.yaml", *bare]) == 0
+
+    assert cli.main(["eval", "runs/toy"]) == 2
+    said = "error: runs/toy: nothing to evaluate: data.heldout is not set\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert cli.main(["export", "runs/toy"]) == 2
+    said = "error: runs/toy trained every weight: there is no adapter to export\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.prompts_per_step=9", "data.tail: a batch of 9 prompts never fills from 4 rows"),
+        ("trainer.run_dir=prompts.txt", "prompts.txt"),
+    ],
+)
+def test_a_mistake_beside_the_config_is_a_sentence(override, said, folder, capsys):
+    assert cli.main(["train", "run.yaml", "data.tail=drop", override]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_disk_that_is_full_is_a_sentence(folder, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert cli.main(["train", "run.yaml"]) == 1
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "error: No space left on device"
+    assert last.startswith("the run is in runs/toy; ")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+)
+def test_a_signal_says_where_the_run_is_and_how_to_go_on(number, code, word, folder):
+    script = (
         "import sys\n"
         "from omni_core.testing.toys import register_toys\n"
         "from omni_trainer.cli import main\n"
         "register_toys()\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-u", "-c", code, "train", "run.yaml", "trainer.steps=100000"]
+    command = [sys.executable, "-u", "-c", script, "train", "run.yaml", "trainer.steps=100000"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder
     )
@@ -122,10 +180,10 @@ def test_ctrl_c_says_where_the_run_is_and_how_to_go_on(folder):
         if checkpoint.exists() or process.poll() is not None:
             break
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
 
-    assert process.returncode == 130, err
+    assert process.returncode == code, err
     said = err.splitlines()[-1]
-    assert said.startswith("interrupted; the run is in runs/toy; `omni resume runs/toy` goes on ")
+    assert said.startswith(f"{word}; the run is in runs/toy; `omni resume runs/toy` goes on ")
     assert "Traceback" not in err

@@ -201,6 +201,23 @@ def test_samples_without_a_score_count_for_nothing(train, variant, metrics, poli
     assert line["actor/weight_version"] == (1 if counted else 0)
 
 
+class Down(ToyReward):
+    """Scores nothing at all."""
+
+    def score(self, media, inputs):
+        return [RewardResult.failed("no answer") for _ in inputs]
+
+
+@pytest.mark.parametrize("policy", ["mask", "drop_group"])
+def test_a_step_without_any_score_ends_the_run_whatever_the_policy(train, variant, policy):
+    """Else a scorer that is down is a run that ends well and has learnt nothing."""
+    variant(plugins.REWARDS, "down", Down, ToyRewardConfig)
+    with pytest.raises(
+        UnscoredError, match=r"none of the step's 12 samples has a score.*no answer"
+    ):
+        train("reward.name=down", *FLAKY[1:], f"reward.on_error={policy}")
+
+
 def test_retries_are_counted(train, metrics):
     assert metrics(train().run_dir)[1]["reward/retries"] == 0
 

@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
@@ -183,6 +184,14 @@ def test_grids_of_anything_else_are_refused(tmp_path):
         write_grid(tmp_path / "x.png", pictures(2) / 255, columns=2)
     with pytest.raises(ValueError, match="must have one shape"):
         write_before_after_grid(tmp_path / "x.png", pictures(2), pictures(2, 16), ["a", "b"])
+
+
+def test_steps_are_whole_numbers_on_the_axis(tmp_path, monkeypatch):
+    ticks = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, _: ticks.extend(self.axes[0].get_xticks()))
+    plot_reward(tmp_path / "plot.png", training=[(1, 0.3), (2, 0.4)])
+    assert len(ticks) >= 2
+    assert all(float(tick).is_integer() for tick in ticks)
 
 
 def test_the_reward_is_plotted(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,29 @@ def test_a_passing_failure_is_tried_again():
     assert waits == [0.1, 0.2]
     assert (scorer.counts.scored, scorer.counts.failed, scorer.counts.retries) == (4, 0, 2)
     assert scorer.counts.seconds > 0
+
+
+def test_a_score_of_any_number_type_goes_on_as_a_float():
+    given = [torch.tensor(0.25), np.float32(0.5), True, 2]
+    scorer = Scorer(Scripted([RewardResult(value=value) for value in given]), retries=0)
+    values = [result.value for result in scorer.score(*four())]
+    assert values == [0.25, 0.5, 1.0, 2.0]
+    assert {type(value) for value in values} == {float}
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], "returned a float, not a RewardResult"),
+        (None, "returned NoneType, not a list of RewardResult"),
+        ([RewardResult(value="high")] * 4, "returned the score 'high'"),
+    ],
+)
+def test_what_is_no_result_is_named_with_its_scorer(answer, said):
+    reward = Scripted()
+    reward.score = lambda media, inputs: answer
+    with pytest.raises(TypeError, match=f"reward 'scripted' {said}"):
+        Scorer(reward, retries=0).score(*four())
 
 
 def test_a_lasting_failure_leaves_every_sample_unscored():

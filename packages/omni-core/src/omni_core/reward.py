@@ -78,15 +78,32 @@ class RewardFunction(ABC):
 def check_scores(results: Sequence[RewardResult], expected: int, scorer: str) -> list[RewardResult]:
     """Refuse a wrong number of scores, and turn a non-finite one into a failure.
 
+    A score may come as any number (a tensor's or an array's element); it goes on as a float.
+
     Raises:
         ValueError: names the scorer, how many scores were expected and how many came.
+        TypeError: what came are not results, or a score is no number; names the scorer.
     """
+    if not isinstance(results, Sequence):
+        msg = f"reward {scorer!r} returned {type(results).__name__}, not a list of RewardResult"
+        raise TypeError(msg)
     if len(results) != expected:
         msg = f"reward {scorer!r} returned {len(results)} scores for {expected} samples"
         raise ValueError(msg)
-    return [
-        RewardResult.failed(f"reward {scorer!r} returned {result.value}")
-        if result.ok and not math.isfinite(result.value)
-        else result
-        for result in results
-    ]
+    return [_checked(result, scorer) for result in results]
+
+
+def _checked(result: RewardResult, scorer: str) -> RewardResult:
+    if not isinstance(result, RewardResult):
+        msg = f"reward {scorer!r} returned a {type(result).__name__}, not a RewardResult(value=...)"
+        raise TypeError(msg)
+    if not result.ok:
+        return result
+    try:
+        value = float(result.value)
+    except (TypeError, ValueError) as exc:
+        msg = f"reward {scorer!r} returned the score {result.value!r}: {exc}"
+        raise TypeError(msg) from exc
+    if not math.isfinite(value):
+        return RewardResult.failed(f"reward {scorer!r} returned {value}")
+    return attrs.evolve(result, value=value)

@@ -22,7 +22,7 @@ from omni_trainer.observer import Observer, positions_of
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rollout_plan import sampling_spec
-from omni_trainer.run_directory import RunDirectory, write_json
+from omni_trainer.run_directory import RANKS, RunDirectory, write_json
 from omni_trainer.workers.actor_rollout_ref import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,
@@ -75,7 +75,7 @@ def started(
     """Start workers, scorers and trackers of a run, and end them."""
     with ExitStack() as stack:
         group, pool, facts = stack.enter_context(workers(config))
-        write_json(run.path / "ranks.json", {"ranks": [attrs.asdict(one) for one in facts]})
+        write_json(run.path / RANKS, {"ranks": [attrs.asdict(one) for one in facts]})
         evaluator = make_evaluator(config, prompts, group, pool)
         done = 0 if checkpoint is None else checkpoint.step
         progress = stack.enter_context(Progress(config.trainer.steps, done=done))

@@ -1,8 +1,8 @@
 """The `omni` command: reads its arguments, and imports what a command needs only when it runs.
 
-Exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted. A
-user's mistake is answered with sentences, without a traceback; a failed worker with its own traceback
-first.
+Exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted
+(Ctrl-C), 143 terminated (SIGTERM). A user's mistake is answered with sentences, without a traceback; a
+failed worker with its own traceback first.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable, Sequence
 
 from omni_trainer._version import __version__
+from omni_trainer.commands.interruption import terminable, told
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, USAGE = 0, 1, 2
 
 Command = Callable[[argparse.Namespace], int]
 
 _EPILOG = """\
-exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted
+exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration,
+            130 interrupted (Ctrl-C), 143 terminated (SIGTERM)
 
   omni recipes                                what can be trained
   omni config show quickstart                 every value and where it comes from
@@ -162,10 +164,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from omni_core.log import configure
 
         configure(level="info" if args.verbose else "warning")
-        return command(args)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return INTERRUPTED
+        with terminable():
+            return command(args)
+    except KeyboardInterrupt as exc:
+        said, code = told(exc)
+        sys.stderr.write(f"{said}\n")
+        return code
     except BrokenPipeError:
         # The reader of a pipe (head, less) has seen enough.
         sys.stderr.close()

@@ -93,7 +93,11 @@ def _read(source: str) -> core.Layer:
         if not path.is_file():
             msg = f"config file {source!r} does not exist"
             raise FileNotFoundError(msg)
-        return core.read_yaml(path.read_text(encoding="utf-8"), source=source)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as exc:
+            raise ConfigError([f"{source}: not UTF-8 (byte {exc.start})"]) from None
+        return core.read_yaml(text, source=source)
     plugin = plugins.registry(plugins.RECIPES).get(source)
     recipe = plugin.build(plugin.options())
     return core.read_yaml(recipe.yaml, source=f"recipe {source}")

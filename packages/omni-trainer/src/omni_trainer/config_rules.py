@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omni_core import plugins
+from omni_core.algorithms.base_options import cps_mistake
 from omni_core.choices import StepKind
 from omni_core.config import PluginChoice
 from omni_core.options import (
@@ -13,6 +14,8 @@ from omni_core.options import (
     DiffusionModelConfig,
     DiffusionRolloutConfig,
     EngineConfig,
+    LRSchedule,
+    OptimizerConfig,
     RewardConfig,
     RunFacts,
 )
@@ -40,6 +43,8 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
         yield from _engine_rules(algorithm.options, sections["engine"])
     if trainer is not None:
         yield from _trainer_rules(trainer)
+    if sections["optimizer"] is not None and algorithm is not None and trainer is not None:
+        yield from _schedule_rules(sections["optimizer"], algorithm.options, trainer)
     if sections["evaluation"] is not None:
         yield from _evaluation_rules(sections["evaluation"], data)
 
@@ -135,6 +140,9 @@ def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
             "trainer.ranks",
             f"{trainer.ranks} ranks need trainer.backend=ray; backend local has 1",
         )
+    twice = sorted({name for name in trainer.trackers if trainer.trackers.count(name) > 1})
+    if twice:
+        yield "trainer.trackers", f"{', '.join(twice)} twice: both would write the same files"
     for tracker in trainer.trackers:
         try:
             plugins.registry(plugins.TRACKERS).get(tracker)
@@ -142,9 +150,25 @@ def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
             yield "trainer.trackers", str(exc.args[0])
 
 
+def _schedule_rules(
+    optimizer: OptimizerConfig, options: AlgorithmConfig, trainer: TrainerConfig
+) -> Iterator[tuple[str, str]]:
+    steps = trainer.steps * options.updates_per_rollout
+    falls = optimizer.schedule is not LRSchedule.CONSTANT
+    if falls and optimizer.total_steps is not None and optimizer.total_steps < steps:
+        yield (
+            "optimizer.total_steps",
+            f"the {optimizer.schedule.value} schedule ends after {optimizer.total_steps} optimizer "
+            f"steps, and the run has {steps}: the rest would train with a rate of 0; leave it out, or "
+            f"take at least {steps}",
+        )
+
+
 def _evaluation_rules(
     evaluation: EvaluationConfig, data: DataConfig | None
 ) -> Iterator[tuple[str, str]]:
+    if evaluation.kind is StepKind.CPS and evaluation.noise_level > 1:
+        yield "evaluation.noise_level", cps_mistake(evaluation.noise_level)
     stochastic = evaluation.kind is not StepKind.ODE
     if stochastic != (evaluation.noise_level > 0):
         wants = "above 0" if stochastic else "0"

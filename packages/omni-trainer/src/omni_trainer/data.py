@@ -267,10 +267,10 @@ class PromptSampler:
             raise ValueError(msg)
         if tail is Tail.DROP and batch_size > len(rows):
             msg = (
-                f"a batch of {batch_size} prompts never fills from {len(rows)} rows with tail drop; "
+                f"data.tail: a batch of {batch_size} prompts never fills from {len(rows)} rows with tail drop; "
                 f"take at most {len(rows)}, or tail carry"
             )
-            raise ValueError(msg)
+            raise PromptFileError(msg)
         self._rows = tuple(rows)
         self._batch_size = batch_size
         self._seed = seed

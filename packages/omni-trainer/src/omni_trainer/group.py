@@ -19,6 +19,10 @@ Ref = Any
 """Where a large object is: the object itself in one process, a reference on Ray."""
 
 
+SETTING_UP = "init_model"
+_REFUSALS = ("ValueError: ", "FileNotFoundError: ")
+
+
 class WorkerError(RuntimeError):
     """A worker failed. The first line names role, rank and error; its own traceback follows.
 
@@ -26,6 +30,8 @@ class WorkerError(RuntimeError):
         role: Of the worker.
         rank: Of the worker.
         died: Its process is gone, in contrast to an exception of its code.
+        mistake: The first line alone, where that says all: the model or the config does not fit, by
+            which an engine and its rollout refuse to be made (`BaseEngine.initialize`). Else None.
     """
 
     def __init__(
@@ -37,6 +43,8 @@ class WorkerError(RuntimeError):
         self.role = role
         self.rank = rank
         self.died = died
+        refused = error.startswith(_REFUSALS) and error.endswith(f"(in {SETTING_UP})")
+        self.mistake = f"{role} rank {rank}: {error}" if refused else None
 
 
 @attrs.frozen(kw_only=True)

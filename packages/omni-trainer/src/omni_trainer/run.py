@@ -21,6 +21,10 @@ from omni_trainer.summary import EXPORTED, RunSummary, summarise
 log = structlog.get_logger()
 
 
+class RunMistakeError(ValueError):
+    """What is asked for cannot be done with this run; says why."""
+
+
 def run_training(
     config: RunConfig,
     *,
@@ -110,7 +114,7 @@ def evaluate_run(run_dir: Path, *, step: int | None = None) -> Evaluation:
 
     Raises:
         CheckpointError: no such checkpoint.
-        ValueError: the run has no held-out prompts.
+        RunMistakeError: the run has no held-out prompts.
     """
     run = RunDirectory.open(run_dir)
     config = run.config().config
@@ -119,7 +123,7 @@ def evaluate_run(run_dir: Path, *, step: int | None = None) -> Evaluation:
         evaluator = make_evaluator(config, read_prompts(config), group, pool)
         if evaluator is None:
             msg = f"{run_dir}: nothing to evaluate: data.heldout is not set"
-            raise ValueError(msg)
+            raise RunMistakeError(msg)
         return evaluator.run(checkpoint.step, weight_version=None)[0]
 
 
@@ -128,13 +132,13 @@ def export_run(run_dir: Path, *, step: int | None = None, output: Path | None = 
 
     Raises:
         CheckpointError: no such checkpoint.
-        ValueError: the run trained no adapter.
+        RunMistakeError: the run trained no adapter.
     """
     run = RunDirectory.open(run_dir)
     config = run.config().config
     if config.model.lora is None:
         msg = f"{run_dir} trained every weight: there is no adapter to export"
-        raise ValueError(msg)
+        raise RunMistakeError(msg)
     checkpoint = run.checkpoints(config.checkpoint.keep).at(step)
     target = output or run.export
     target.mkdir(parents=True, exist_ok=True)

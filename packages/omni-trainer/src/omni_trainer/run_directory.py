@@ -3,6 +3,7 @@
 config.yaml         resolved: `omni train config.yaml` runs the same again
 provenance.json     where each value came from
 environment.json    versions, platform, devices
+ranks.json          what each rank runs on
 metrics.jsonl       one line a step
 evaluations/        held-out scores, one file for each evaluation
 grids/              pictures of samples
@@ -33,6 +34,8 @@ from omni_trainer.checkpoints import Checkpoints
 from omni_trainer.config import LoadedRun, RunConfig, load_run
 
 CONFIG = "config.yaml"
+RANKS = "ranks.json"
+"""Written when all ranks have their model."""
 _PACKAGES = (
     "omni-core", "omni-trainer", "omni-engine-fsdp", "omni-rollout-vllm", "omni-configs",
     "torch", "tensordict", "diffusers", "transformers", "peft", "ray", "numpy",
@@ -83,12 +86,12 @@ class RunDirectory:
         return run
 
     def free(self) -> RunDirectory:
-        """Check that a new run may be made here.
+        """Check that a new run may be made here: one whose ranks never came up is replaced.
 
         Raises:
             RunDirectoryError: there is one already.
         """
-        if self.exists():
+        if self.exists() and (self.path / RANKS).exists():
             msg = (
                 f"{self.path} already holds a run; `omni resume {self.path}` goes on with it, and "
                 "trainer.name or trainer.run_dir chooses another directory"

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import attrs
+import structlog
 import torch
 from torch import Tensor
 
@@ -20,8 +21,10 @@ from omni_core.options import AlgorithmConfig, OnRewardError, RewardTerm
 from omni_core.reward import RewardResult
 from omni_core.reward_sum import weighted_reward_sum
 from omni_core.trajectory import RolloutRequest
-from omni_trainer.samples import Samples, detail_means, require_scores
+from omni_trainer.samples import Samples, UnscoredError, detail_means, require_scores
 from omni_trainer.update_plan import PlannedRow
+
+log = structlog.get_logger()
 
 SCORE = "score"
 """What a reward's own value is called among its numbers."""
@@ -39,7 +42,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     """Take the scores of all samples and make advantages of them.
 
     Raises:
-        UnscoredError: a sample has no score and *on_error* is `raise`.
+        UnscoredError: a sample has no score and *on_error* is `raise`; or none has one.
     """
     keys = samples.plan.keys
     groups = [group for group, _ in keys]
@@ -49,6 +52,12 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     if on_error is OnRewardError.RAISE:
         require_scores(samples)
     results = [samples.results[key] for key in keys]
+    if not any(result.ok for result in results):
+        msg = (
+            f"none of the step's {len(results)} samples has a score, so there is nothing to learn "
+            f"from; the first one's error: {results[0].error}"
+        )
+        raise UnscoredError(msg)
     failed = {group for group, result in zip(groups, results, strict=True) if not result.ok}
     dropped = failed if on_error is OnRewardError.DROP_GROUP else set()
     valid = [
@@ -63,6 +72,8 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
         "reward/unscored": float(sum(not result.ok for result in results)),
         **_advantage_metrics(found),
     }
+    if not any(valid):
+        log.warning("reward.every_group_dropped", unscored=len(failed), groups=len(set(groups)))
     units = algorithm.units(found.advantages, groups, torch.tensor(valid))
     rows = _rows(samples, algorithm, found.advantages.tolist(), units)
     return ScoredStep(rows=rows, metrics=metrics)

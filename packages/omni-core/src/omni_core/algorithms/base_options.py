@@ -88,6 +88,14 @@ def unit_mistakes(title: str, facts: RunFacts, *, rows: int) -> dict[str, str]:
     }
 
 
+def cps_mistake(noise_level: float) -> str:
+    """Say what is wrong with a cps noise level above 1."""
+    return (
+        f"cps takes a noise level in (0, 1], got {noise_level}: its s is sigma' sin(noise_level pi/2), "
+        "largest at 1"
+    )
+
+
 # -- reverse process ------------------------------------------------------------------------------
 
 
@@ -138,6 +146,8 @@ class StochasticOptions(AlgorithmConfig):
         if self.kind is StepKind.ODE:
             known = ", ".join(kind for kind in StepKind if kind is not StepKind.ODE)
             found["kind"] = f"ode has no log-prob to train on; choose one of {known}"
+        if self.kind is StepKind.CPS and self.noise_level > 1:
+            found["noise_level"] = cps_mistake(self.noise_level)
         steps = facts.num_inference_steps
         if self.window_range is not None:
             wrong = window_mistake(self.window_range, num_steps=steps)

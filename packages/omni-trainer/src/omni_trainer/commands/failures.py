@@ -5,9 +5,12 @@ An error that is answered with its own words is known by name, so that knowing i
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Mapping
+
+import structlog
 
 from omni_core.config import ConfigError
 
@@ -19,13 +22,18 @@ class UsageError(Exception):
 
 
 SENTENCES: Mapping[str, int] = {
+    "builtins.FileExistsError": USAGE,
     "builtins.FileNotFoundError": USAGE,
+    "builtins.IsADirectoryError": USAGE,
+    "builtins.NotADirectoryError": USAGE,
+    "builtins.PermissionError": USAGE,
     "omni_core.device.DeviceError": USAGE,
     "omni_core.plugins.PluginError": USAGE,
     "omni_core.plugins.PluginNotFoundError": USAGE,
     "omni_trainer.commands.failures.UsageError": USAGE,
     "omni_trainer.data.PromptFileError": USAGE,
     "omni_trainer.run_directory.RunDirectoryError": USAGE,
+    "omni_trainer.run.RunMistakeError": USAGE,
     "omni_core.engine.CheckpointError": FAILED,
     "omni_trainer.canary.CanaryError": FAILED,
     "omni_trainer.group.WorkerError": FAILED,
@@ -33,6 +41,9 @@ SENTENCES: Mapping[str, int] = {
     "omni_trainer.samples.UnscoredError": FAILED,
 }
 """Errors whose message says all: class -> exit code. A worker's error carries its own traceback."""
+
+
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def report(error: Exception) -> int:
@@ -46,11 +57,19 @@ def report(error: Exception) -> int:
         for line in error.mistakes:
             _say(f"  {line}")
         return USAGE
+    mistake: str | None = getattr(error, "mistake", None)
+    if mistake is not None:
+        structlog.get_logger().info("worker.refused", details=str(error))
+        _say(f"error: {mistake}; `omni -v` shows the traceback")
+        return USAGE
     for kind in type(error).__mro__:
         code = SENTENCES.get(f"{kind.__module__}.{kind.__qualname__}")
         if code is not None:
             _say(f"error: {_sentence(error)}")
             return code
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        _say(f"error: {_sentence(error)}")
+        return FAILED
     traceback.print_exception(error)
     return FAILED
 
@@ -58,7 +77,7 @@ def report(error: Exception) -> int:
 def _sentence(error: Exception) -> str:
     """Take an error's own words; an OSError of the system names its file."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 

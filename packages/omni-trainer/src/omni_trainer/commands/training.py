@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_trainer.commands.failures import FAILED, report
+from omni_trainer.commands.interruption import told
 from omni_trainer.commands.terminal import print_table
 from omni_trainer.config import load_run
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from omni_trainer.evaluation import Evaluation
     from omni_trainer.summary import RunSummary
 
-OK, INTERRUPTED = 0, 130
+OK = 0
 
 
 def train(source: str, overrides: Sequence[str]) -> int:
@@ -64,26 +65,32 @@ def _watched(run_dir: Path, run: Callable[[], RunSummary]) -> int:
     """Run, and say what came of it: also when it was interrupted or failed."""
     try:
         summary = run()
-    except KeyboardInterrupt:
-        _say(f"interrupted; the run is in {run_dir}; {_how_to_go_on(run_dir)}")
-        return INTERRUPTED
+    except KeyboardInterrupt as exc:
+        said, code = told(exc)
+        _say(f"{said}; {where_it_is(run_dir)}")
+        return code
     except Exception as exc:  # noqa: BLE001 -- told here, where the run's directory is known
         code = report(exc)
         if code == FAILED:
-            _say(f"the run is in {run_dir}; {_how_to_go_on(run_dir)}")
+            _say(where_it_is(run_dir))
         return code
     _tell(summary)
     return OK
 
 
-def _how_to_go_on(run_dir: Path) -> str:
-    """Say what `omni resume` would do."""
+def where_it_is(run_dir: Path) -> str:
+    """Say where a run is that did not come to its end, and what `omni resume` would do."""
     from omni_trainer.checkpoints import Checkpoints
+    from omni_trainer.run_directory import RunDirectory
 
+    if not RunDirectory(run_dir).exists():
+        return f"nothing was written to {run_dir} yet"
     newest = Checkpoints(run_dir / "checkpoints", keep=1).latest()
     if newest is None:
-        return f"it has no checkpoint yet: `omni resume {run_dir}` starts it from the beginning"
-    return f"`omni resume {run_dir}` goes on after {_steps(newest.step)}"
+        then = f"it has no checkpoint yet: `omni resume {run_dir}` starts it from the beginning"
+    else:
+        then = f"`omni resume {run_dir}` goes on after {_steps(newest.step)}"
+    return f"the run is in {run_dir}; {then}"
 
 
 def _steps(count: int) -> str:

@@ -35,6 +35,7 @@ def plot_reward(
     # Without pyplot: no global state, no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -58,6 +59,7 @@ def plot_reward(
             capsize=4,
             label="held-out prompts, 95% interval",
         )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="steps trained", ylabel="mean reward", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")

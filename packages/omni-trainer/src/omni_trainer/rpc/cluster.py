@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -27,13 +31,27 @@ def connect(*, cpus: int | None = None) -> bool:
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
-    if os.environ.get(ADDRESS):
-        ray.init(**quiet)
-    else:
-        _stay_on_loopback()
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+    with _own_sigterm():
+        if os.environ.get(ADDRESS):
+            ray.init(**quiet)
+        else:
+            _stay_on_loopback()
+            ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
     log.info("ray.connected", resources=available())
     return True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the process's own way to end on SIGTERM, which `ray.init` replaces by an exit code of 15."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stay_on_loopback() -> None:
