@@ -120,6 +120,7 @@ def build(
     family: str = "sd3",
     micro_batch_size: int = 2,
     kind: type[Any] = PPODiffusersFSDPEngine,
+    adapters: tuple[str, ...] = (),
 ) -> Any:
     engine = kind(
         DiffusionModelConfig(
@@ -133,6 +134,8 @@ def build(
         LR,
         None,
     )
+    for name in adapters:
+        engine.add_adapter(name)
     engine.initialize()
     return engine
 
@@ -259,6 +262,17 @@ def case_forward(rank: int, model: Path, out: Path) -> None:
         report(out / f"forward-{family}", rank, found)
 
 
+def case_adapters(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build(model, kind=ForwardDiffusersFSDPEngine, shard=shard, adapters=("old", "ema"))
+        engine.train_batch(forward_rows(MINE[rank]), ForwardLoss())
+        engine.copy_adapter("default", "old")
+        engine.ema_update_adapter("default", "ema", 0.5)
+        for name in ("default", "old", "ema"):
+            found = {n: t.clone() for n, t in engine.get_per_tensor_param(adapter=name)}
+            report(out / f"adapter-{name}-{shard.value}", rank, found)
+
+
 def case_experts(rank: int, model: Path, out: Path) -> None:
     register_two_experts()
     engine = build(model, family="two_experts")
@@ -341,6 +355,7 @@ SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
     case_gradients,
     case_experts,
     case_forward,
+    case_adapters,
     case_float64,
     case_nan,
     case_checkpoint,

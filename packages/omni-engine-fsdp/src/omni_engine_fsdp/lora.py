@@ -122,6 +122,11 @@ def lora_name(name: str) -> tuple[str, str] | None:
     return adapter, f"{module}.lora_{kind}.{leaf}"
 
 
+def base_of(expert: nn.Module) -> list[nn.Parameter]:
+    """Return an expert's weights but the adapters', which all lie alike so that one can be copied to another."""
+    return [p for name, p in expert.named_parameters() if lora_name(name) is None]
+
+
 @contextmanager
 def switched(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], None]) -> Iterator[None]:
     """Hold PEFT's switches in another position, every requires_grad left as it is."""
