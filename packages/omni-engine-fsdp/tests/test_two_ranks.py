@@ -30,6 +30,14 @@ RANKS = (0, 1)
 SHARDINGS = ("replicate", "shard")
 
 
+@pytest.fixture(autouse=True)
+def no_family_stays() -> Iterator[None]:
+    """What a test offers in this process is taken back."""
+    yield
+    if "two_experts" in plugins.registry(plugins.MODELS).names():
+        plugins.registry(plugins.MODELS).unregister("two_experts")
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Path:
     """What the ranks left."""
