@@ -20,7 +20,7 @@ Ref = Any
 
 
 SETTING_UP = "init_model"
-_REFUSALS = ("ValueError: ", "FileNotFoundError: ")
+_REFUSALS = ("ValueError: ", "FileNotFoundError: ", "OSError: ")
 
 
 class WorkerError(RuntimeError):
