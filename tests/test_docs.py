@@ -11,7 +11,7 @@ from omni_trainer.cli import build_parser
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *ROOT.glob("packages/*/README.md"),
 ]
 each_page = pytest.mark.parametrize(

@@ -16,7 +16,16 @@ from omni_core import plugins, resources
 from omni_core.config import leaves, read_yaml
 from omni_core.recipe import Recipe, Standing
 
-NAMES = ("quickstart", "sd3_ocr_flow_grpo", "smoke")
+ALGORITHMS = (
+    "awm", "dance_grpo", "dgpo", "diffusion_dpo", "diffusion_nft", "elbo", "flow_dppo", "grpo_guard",
+    "mix_grpo", "ram",
+)  # fmt: skip
+NAMES = (
+    "quickstart",
+    "sd3_ocr_flow_grpo",
+    "smoke",
+    *(f"{model}_{name}" for model in ("sd3_ocr", "tiny") for name in ALGORITHMS),
+)
 SECTIONS = {
     "model", "engine", "optimizer", "checkpoint", "rollout", "algorithm", "reward", "data",
     "evaluation", "trainer", "seeds",
@@ -70,7 +79,7 @@ def test_the_global_batch_is_what_the_recipe_says(name):
 def test_paths_into_the_package_exist(name):
     values = read_yaml(recipe(name).yaml, source=name).values
     paths = [v for _, v in leaves(values) if isinstance(v, str) and v.startswith("package:")]
-    assert len(paths) == (0 if name == "sd3_ocr_flow_grpo" else 3)
+    assert len(paths) == (0 if name.startswith("sd3_ocr") else 3)
     for path in paths:
         assert resources.resolve(path).exists()
 

@@ -158,6 +158,7 @@ PUBLIC = [
 SUITES = [
     "AlgorithmSuite",
     "EngineSuite",
+    "ForwardEngineSuite",
     "RewardSuite",
     "RolloutSuite",
     "forward_loss_inputs",
@@ -252,7 +253,8 @@ def test_only_the_suites_import_pytest() -> None:
         if "pytest" in _imported(node)
     }
     assert users == {
-        f"testing/{name}_suite.py" for name in ("algorithm", "engine", "reward", "rollout")
+        f"testing/{name}_suite.py"
+        for name in ("algorithm", "engine", "forward_engine", "reward", "rollout")
     }
 
 

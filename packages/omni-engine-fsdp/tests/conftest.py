@@ -61,13 +61,14 @@ class BuildEngine(Protocol):
         dtype: DType = ...,
         optimizer: OptimizerConfig | None = ...,
         adapters: tuple[str, ...] = ...,
+        kind: type[Any] = ...,
         **engine: Any,
-    ) -> PPODiffusersFSDPEngine: ...
+    ) -> Any: ...
 
 
 @pytest.fixture(scope="session")
 def build_engine() -> BuildEngine:
-    """See `BuildEngine`; `engine` are fields of FSDPEngineConfig."""
+    """See `BuildEngine`; `kind` is the class, `engine` are fields of FSDPEngineConfig."""
 
     def build(
         path: Path,
@@ -76,12 +77,13 @@ def build_engine() -> BuildEngine:
         dtype: DType = DType.FLOAT32,
         optimizer: OptimizerConfig | None = None,
         adapters: tuple[str, ...] = (),
+        kind: type[Any] = PPODiffusersFSDPEngine,
         **engine: Any,
-    ) -> PPODiffusersFSDPEngine:
+    ) -> Any:
         pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=8)
         model = DiffusionModelConfig(path=str(path), dtype=dtype, lora=lora, pipeline=pipeline)
         config = FSDPEngineConfig(device="cpu", **engine)
-        built = PPODiffusersFSDPEngine(model, config, optimizer, CheckpointConfig())
+        built = kind(model, config, optimizer, CheckpointConfig())
         for name in adapters:
             built.add_adapter(name)
         built.initialize()

@@ -15,14 +15,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from omni_core import plugins
-from omni_core.choices import StepKind
-from omni_core.engine import LossInputs, LossTerms, NonFiniteGradientsError, TrainBatch
+from omni_core.choices import Policy, SigmaDraw, StepKind
+from omni_core.engine import (
+    LossFunction,
+    LossInputs,
+    LossTerms,
+    NonFiniteGradientsError,
+    TrainBatch,
+)
+from omni_core.forward_needs import ForwardNeeds
+from omni_core.forward_process import ForwardLossInputs, denoising_error, velocity_error
 from omni_core.model import Denoiser, Guidance, Step
 from omni_core.options import (
     DiffusionModelConfig,
@@ -38,11 +47,13 @@ from omni_core.trajectory import BatchPlace, Conditioning, SampleRecord, Samplin
 from omni_engine_fsdp import (
     EngineRollout,
     EngineRolloutConfig,
+    ForwardDiffusersFSDPEngine,
     FSDPEngineConfig,
     PPODiffusersFSDPEngine,
     SD3Family,
     ShardBase,
 )
+from omni_engine_fsdp.accumulation import AccumulatingEngine
 from omni_engine_fsdp.call_plan import CallPlanError
 from omni_engine_fsdp.families.sd3 import SD3Conditioning, SD3Denoiser
 
@@ -108,8 +119,10 @@ def build(
     shard: ShardBase = ShardBase.AUTO,
     family: str = "sd3",
     micro_batch_size: int = 2,
-) -> PPODiffusersFSDPEngine:
-    engine = PPODiffusersFSDPEngine(
+    kind: type[Any] = PPODiffusersFSDPEngine,
+    adapters: tuple[str, ...] = (),
+) -> Any:
+    engine = kind(
         DiffusionModelConfig(
             path=str(path),
             family=family,
@@ -121,6 +134,8 @@ def build(
         LR,
         None,
     )
+    for name in adapters:
+        engine.add_adapter(name)
     engine.initialize()
     return engine
 
@@ -168,7 +183,25 @@ def loss(inputs: LossInputs) -> LossTerms:
     return LossTerms(terms=-inputs.advantages * log_probs, metrics={"log_prob": log_probs.detach()})
 
 
-def gradients(engine: PPODiffusersFSDPEngine, batch: TrainBatch) -> dict[str, Tensor]:
+class ForwardLoss:
+    """A loss of the forward process that compares with the reference, at three sigmas of a sample."""
+
+    forward_needs = ForwardNeeds(draws=3, sigmas=SigmaDraw.UNIFORM, others=(Policy.REFERENCE,))
+
+    def __call__(self, inputs: ForwardLossInputs) -> LossTerms:
+        assert inputs.reference is not None
+        away = velocity_error(inputs.current, inputs.reference)
+        error = denoising_error(inputs.current, inputs.clean, inputs.noise)
+        return LossTerms(terms=inputs.advantages * error + away)
+
+
+def forward_rows(chosen: Sequence[int]) -> TrainBatch:
+    return attrs.evolve(rows(chosen), denominator=9.0)
+
+
+def gradients(
+    engine: AccumulatingEngine[Any], batch: TrainBatch, loss: LossFunction = loss
+) -> dict[str, Tensor]:
     """Whole gradients before clipping."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -181,7 +214,7 @@ def gradients(engine: PPODiffusersFSDPEngine, batch: TrainBatch) -> dict[str, Te
     return found
 
 
-def warm(engine: PPODiffusersFSDPEngine) -> None:
+def warm(engine: AccumulatingEngine[Any]) -> None:
     """Give B weights, so that A has gradients, the same at every world size."""
     generator = torch.Generator().manual_seed(9)
     engine.prepare_weights()
@@ -218,6 +251,26 @@ def case_gradients(rank: int, model: Path, out: Path) -> None:
         engine = build(model, shard=shard)
         warm(engine)
         report(out / f"gradients-{shard.value}", rank, gradients(engine, rows(MINE[rank])))
+
+
+def case_forward(rank: int, model: Path, out: Path) -> None:
+    register_two_experts()
+    for family in ("sd3", "two_experts"):
+        engine = build(model, kind=ForwardDiffusersFSDPEngine, shard=ShardBase.SHARD, family=family)
+        warm(engine)
+        found = gradients(engine, forward_rows(MINE[rank]), ForwardLoss())
+        report(out / f"forward-{family}", rank, found)
+
+
+def case_adapters(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build(model, kind=ForwardDiffusersFSDPEngine, shard=shard, adapters=("old", "ema"))
+        engine.train_batch(forward_rows(MINE[rank]), ForwardLoss())
+        engine.copy_adapter("default", "old")
+        engine.ema_update_adapter("default", "ema", 0.5)
+        for name in ("default", "old", "ema"):
+            found = {n: t.clone() for n, t in engine.get_per_tensor_param(adapter=name)}
+            report(out / f"adapter-{name}-{shard.value}", rank, found)
 
 
 def case_experts(rank: int, model: Path, out: Path) -> None:
@@ -301,6 +354,8 @@ def case_disagree(rank: int, model: Path, out: Path) -> None:
 SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
     case_gradients,
     case_experts,
+    case_forward,
+    case_adapters,
     case_float64,
     case_nan,
     case_checkpoint,

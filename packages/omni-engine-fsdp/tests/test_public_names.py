@@ -13,6 +13,7 @@ NAMES = [
     "EngineRolloutConfig",
     "FSDPDiffusionActorConfig",
     "FSDPEngineConfig",
+    "ForwardDiffusersFSDPEngine",
     "LoRAAdapterMixin",
     "PPODiffusersFSDPEngine",
     "RolloutPlacement",

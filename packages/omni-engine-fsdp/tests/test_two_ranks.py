@@ -30,6 +30,14 @@ RANKS = (0, 1)
 SHARDINGS = ("replicate", "shard")
 
 
+@pytest.fixture(autouse=True)
+def no_family_stays() -> Iterator[None]:
+    """What a test offers in this process is taken back."""
+    yield
+    if "two_experts" in plugins.registry(plugins.MODELS).names():
+        plugins.registry(plugins.MODELS).unregister("two_experts")
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Path:
     """What the ranks left."""
@@ -106,6 +114,37 @@ def test_case_27_ranks_may_start_on_different_experts(
     assert {name.partition(".")[0] for name in alone} == {"high", "low"}
     for rank in RANKS:
         assert distance(tensors(out, "experts", rank), alone) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["sd3", "two_experts"])
+def test_case_27_noised_samples_on_two_ranks_give_one_ranks_gradient(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, family: str
+) -> None:
+    """CASES 27: draws are the samples' own, and a rank short of an expert's sigmas runs dummies."""
+    ranks.register_two_experts()
+    kind = ranks.ForwardDiffusersFSDPEngine
+    engine = ranks.build(tiny_sd3, kind=kind, family=family)
+    ranks.warm(engine)
+    alone = ranks.gradients(engine, ranks.forward_rows([0, 1, 2]), ranks.ForwardLoss())
+    for rank in RANKS:
+        assert distance(tensors(out, f"forward-{family}", rank), alone) <= 1e-5
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_adapters_follow_the_trained_one_on_two_ranks(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, sharding: str
+) -> None:
+    """All adapters lie alike, so that a rank's part of one is copied to its part of another."""
+    kind = ranks.ForwardDiffusersFSDPEngine
+    engine = ranks.build(tiny_sd3, kind=kind, adapters=("old", "ema"))
+    engine.train_batch(ranks.forward_rows([0, 1, 2]), ranks.ForwardLoss())
+    engine.ema_update_adapter("default", "ema", 0.5)
+    alone = {n: t.clone() for n, t in engine.get_per_tensor_param(adapter="ema")}
+    for rank in RANKS:
+        trained = tensors(out, f"adapter-default-{sharding}", rank)
+        old = tensors(out, f"adapter-old-{sharding}", rank)
+        assert all(torch.equal(old[name], value) for name, value in trained.items())
+        assert distance(tensors(out, f"adapter-ema-{sharding}", rank), alone) <= 1e-4
 
 
 def test_case_27_weights_after_three_steps_are_one_ranks(

@@ -159,3 +159,65 @@ def test_rows_that_do_not_divide_are_refused():
         ValueError, match="10 rows do not divide evenly into 2 optimizer steps on 3"
     ):
         plan_updates(rows(10), updates=2, ranks=3, seed=0, iteration=0)
+
+
+# -- units --------------------------------------------------------------------------------------------
+
+
+def units(sizes, *, alone=0):
+    """Rows in units of these sizes, then rows that are in none."""
+    owners = [unit for unit, size in enumerate(sizes) for _ in range(size)] + [None] * alone
+    return [
+        PlannedRow(
+            source=0,
+            row=i,
+            advantage=float(i),
+            weight=float(owner is not None),
+            trained_steps=5,
+            unit=owner,
+        )
+        for i, owner in enumerate(owners)
+    ]
+
+
+@pytest.mark.parametrize(("updates", "ranks"), [(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)])
+def test_a_unit_stays_whole_on_any_number_of_ranks(updates, ranks):
+    given = units([2, 3, 1, 2, 2], alone=3)
+    plans = plan_updates(given, updates=updates, ranks=ranks, seed=0, iteration=0)
+
+    seen = []
+    for step in range(updates):
+        for plan in plans:
+            found = plan.steps[step]
+            mine = {}
+            for (_, row), unit in zip(found.rows, found.units, strict=True):
+                mine.setdefault(unit, []).append(row)
+            for unit, members in mine.items():
+                assert members == [row.row for row in given if row.unit == unit]
+                seen.append(unit)
+        counted = sum(sum(plan.steps[step].weights) for plan in plans)
+        assert {plan.steps[step].denominator for plan in plans} == {5.0 * counted}
+        assert {plan.steps[step].update for plan in plans} == {step}
+    assert sorted(seen) == [0, 1, 2, 3, 4]
+
+
+def test_a_rank_without_a_unit_has_a_row_that_counts_for_nothing():
+    plans = plan_updates(units([2], alone=2), updates=1, ranks=2, seed=0, iteration=0)
+    weights = sorted(plan.steps[0].weights for plan in plans)
+
+    assert weights == [(0.0,), (1.0, 1.0)]
+    assert [plan.steps[0].denominator for plan in plans] == [10.0, 10.0]
+
+
+def test_a_step_that_is_left_out_keeps_its_number():
+    plans = plan_updates(units([2], alone=2), updates=2, ranks=1, seed=0, iteration=0)
+    first = plan_updates(units([2], alone=2), updates=2, ranks=1, seed=1, iteration=0)
+
+    assert len(plans[0].steps) == len(first[0].steps) == 1
+    assert plans[0].steps[0].update == first[0].steps[0].update == 1
+
+
+def test_rows_that_are_trained_alone_have_no_units():
+    (plan,) = plan_updates(rows(12), updates=1, ranks=1, seed=0, iteration=0)
+
+    assert plan.steps[0].units is None

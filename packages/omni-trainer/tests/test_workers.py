@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 
+from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.choices import StepKind
 from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss
@@ -111,6 +112,8 @@ def test_an_algorithm_that_cannot_train_the_model_is_refused_before_it_is_loaded
     toy_source, monkeypatch
 ):
     monkeypatch.setattr(ToyEngine, "initialize", lambda self: pytest.fail("it was loaded"))
+    # A run's config says it earlier: here the worker has to.
+    monkeypatch.setattr(FlowGRPOOptions, "mistakes", lambda self, facts: {})
     with pytest.raises(ValueError, match="flow_grpo cannot train 'toy': its loss looks at the ref"):
         make(toy_source, "model.lora=null", "algorithm.kl_coef=0.1")
 

@@ -13,3 +13,42 @@ def _recipe(name: str, summary: str) -> Plugin:
 quickstart = _recipe("quickstart", "FlowGRPO teaches a tiny pipeline to write numbers, in minutes")
 smoke = _recipe("smoke", "two steps of the quickstart in this process: does it run here?")
 sd3_ocr_flow_grpo = _recipe("sd3_ocr_flow_grpo", "Flow-GRPO's published OCR settings for SD3.5-M")
+
+
+def _by_algorithm(name: str, summary: str) -> Plugin:
+    target = f"omni_configs.recipes.by_algorithm:{name}"
+    return Plugin(api=1, options=NoOptions, target=target, summary=summary)
+
+
+tiny_awm = _by_algorithm("tiny_awm", "AWM on the tiny pipeline")
+tiny_dance_grpo = _by_algorithm("tiny_dance_grpo", "DanceGRPO on the tiny pipeline")
+tiny_dgpo = _by_algorithm("tiny_dgpo", "DGPO on the tiny pipeline")
+tiny_diffusion_dpo = _by_algorithm(
+    "tiny_diffusion_dpo", "online Diffusion-DPO on the tiny pipeline"
+)
+tiny_diffusion_nft = _by_algorithm("tiny_diffusion_nft", "DiffusionNFT on the tiny pipeline")
+tiny_elbo = _by_algorithm("tiny_elbo", "PEPG on the tiny pipeline")
+tiny_flow_dppo = _by_algorithm("tiny_flow_dppo", "Flow-DPPO on the tiny pipeline")
+tiny_grpo_guard = _by_algorithm("tiny_grpo_guard", "GRPO-Guard on the tiny pipeline")
+tiny_mix_grpo = _by_algorithm("tiny_mix_grpo", "MixGRPO on the tiny pipeline")
+tiny_ram = _by_algorithm("tiny_ram", "RAM on the tiny pipeline")
+sd3_ocr_awm = _by_algorithm("sd3_ocr_awm", "AWM with published settings for SD3.5-M")
+sd3_ocr_dance_grpo = _by_algorithm(
+    "sd3_ocr_dance_grpo", "DanceGRPO with published settings for SD3.5-M"
+)
+sd3_ocr_dgpo = _by_algorithm("sd3_ocr_dgpo", "DGPO with published settings for SD3.5-M")
+sd3_ocr_diffusion_dpo = _by_algorithm(
+    "sd3_ocr_diffusion_dpo", "online Diffusion-DPO with published settings for SD3.5-M"
+)
+sd3_ocr_diffusion_nft = _by_algorithm(
+    "sd3_ocr_diffusion_nft", "DiffusionNFT with published settings for SD3.5-M"
+)
+sd3_ocr_elbo = _by_algorithm("sd3_ocr_elbo", "PEPG with published settings for SD3.5-M")
+sd3_ocr_flow_dppo = _by_algorithm(
+    "sd3_ocr_flow_dppo", "Flow-DPPO with published settings for SD3.5-M"
+)
+sd3_ocr_grpo_guard = _by_algorithm(
+    "sd3_ocr_grpo_guard", "GRPO-Guard with published settings for SD3.5-M"
+)
+sd3_ocr_mix_grpo = _by_algorithm("sd3_ocr_mix_grpo", "MixGRPO with published settings for SD3.5-M")
+sd3_ocr_ram = _by_algorithm("sd3_ocr_ram", "RAM with published settings for SD3.5-M")

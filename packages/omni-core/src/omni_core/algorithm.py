@@ -14,21 +14,13 @@ import attrs
 from torch import Tensor
 
 from omni_core.advantages import GroupAdvantages
+from omni_core.choices import Policy as Policy
 from omni_core.choices import PredictionGuidance as PredictionGuidance
 from omni_core.engine import LossTerms
+from omni_core.forward_needs import ForwardNeeds
 from omni_core.model import ModelFamily, TextLayout
 from omni_core.options import AlgorithmConfig
 from omni_core.schedule import FlowMatchSchedule
-
-
-class Policy(enum.StrEnum):
-    """Whose prediction."""
-
-    CURRENT = "current"
-    OLD = "old"
-    REFERENCE = "reference"
-    TEACHER = "teacher"
-    EMA = "ema"
 
 
 class Timesteps(enum.StrEnum):
@@ -124,6 +116,11 @@ class Algorithm(ABC):
     def shares_draws(self) -> bool:
         """Whether all rows of a unit are noised by the same noise to the same sigmas (drawn timesteps)."""
         return False
+
+    @property
+    def forward_needs(self) -> ForwardNeeds | None:
+        """What is drawn and predicted for the loss; None where it learns from the rollout's own steps."""
+        return None
 
     def units(
         self, advantages: Tensor, group_ids: Sequence[str], valid: Tensor

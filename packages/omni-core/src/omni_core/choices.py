@@ -41,6 +41,16 @@ class StepKind(Choice):
     """The Euler step, which has no density."""
 
 
+class Policy(Choice):
+    """Whose prediction."""
+
+    CURRENT = "current"
+    OLD = "old"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+    EMA = "ema"
+
+
 class KLForm(Choice):
     """Which number a KL weight multiplies."""
 

@@ -39,15 +39,24 @@ class TrainBatch(TensorRecord):
     denominator: float
     """Trained (sample, step) pairs of the whole optimizer step on all ranks: the loss is the sum of its
     terms over all ranks divided by this, however the batch is cut."""
+    units: Tensor | None = None
+    """int64 [B]: rows of equal number are one of the algorithm's units (`Algorithm.units`), which no
+    micro-batch cuts; None makes each row a unit of its own."""
+    update: int = 0
+    """Optimizer steps that this rollout took before: each has draws of its own."""
+    step_weights: Tensor | None = None
+    """float32 [B, W]: what the steps of a row count (rollout correction); None counts each as 1. A step
+    of weight 0 stays in the denominator."""
 
     def select(self, rows: Tensor) -> TrainBatch:
         """Take rows; the denominator stays."""
-        return attrs.evolve(
-            self,
-            trajectory=self.trajectory.select(rows),
-            advantages=self.advantages[rows],
-            weights=self.weights[rows],
-        )
+        taken: dict[str, Any] = {name: value[rows] for name, value in self._per_row().items()}
+        return attrs.evolve(self, trajectory=self.trajectory.select(rows), **taken)
+
+    def _per_row(self) -> dict[str, Tensor]:
+        names = ("advantages", "weights", "units", "step_weights")
+        given = ((name, getattr(self, name)) for name in names)
+        return {name: value for name, value in given if value is not None}
 
     def to_tensordict(self) -> TensorDict:
         """Lay the per-row tensors out as a TensorDict of batch size B, the rest as non-tensor data."""
@@ -58,10 +67,9 @@ class TrainBatch(TensorRecord):
                 ),
                 "step_indices": self.trajectory.step_indices,
                 "log_probs": self.trajectory.log_probs,
-                "advantages": self.advantages,
-                "weights": self.weights,
+                **self._per_row(),
                 "rest": NonTensorData(
-                    (attrs.evolve(self.trajectory, latents={}), self.denominator),
+                    (attrs.evolve(self.trajectory, latents={}), self.denominator, self.update),
                     batch_size=[self.trajectory.rows],
                 ),
             },
@@ -78,8 +86,8 @@ class TrainBatch(TensorRecord):
         """
         if isinstance(data, TrainBatch):
             return data
-        rest: tuple[Trajectory, float] = data.get("rest").data
-        trajectory, denominator = rest
+        rest: tuple[Trajectory, float, int] = data.get("rest").data
+        trajectory, denominator, update = rest
         if data.batch_size[0] != trajectory.rows:
             msg = (
                 f"a TensorDict of {data.batch_size[0]} rows came from a batch of {trajectory.rows}: "
@@ -96,6 +104,9 @@ class TrainBatch(TensorRecord):
             advantages=data["advantages"],
             weights=data["weights"],
             denominator=denominator,
+            units=data.get("units", None),
+            update=update,
+            step_weights=data.get("step_weights", None),
         )
 
 
@@ -235,6 +246,15 @@ class BaseEngine(ABC):
         Raises:
             ValueError: the model or the configuration does not fit; says what would.
         """
+
+    def add_adapter(self, name: str) -> None:
+        """Ask, before `initialize`, for another named adapter: frozen, and equal to `default` at first.
+
+        Raises:
+            ValueError: this engine keeps none beside the trained one, or not this one.
+        """
+        msg = f"{type(self).__name__} keeps no named adapters: {name!r} was asked for"
+        raise ValueError(msg)
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:

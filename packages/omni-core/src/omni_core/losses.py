@@ -9,6 +9,7 @@ import attrs
 from omni_core import plugins
 from omni_core.algorithm import Algorithm, Policy, Prediction
 from omni_core.engine import LossInputs, LossTerms
+from omni_core.forward_needs import ForwardNeeds
 from omni_core.forward_process import ForwardLossInputs
 from omni_core.options import AlgorithmConfig, DiffusionLossConfig
 
@@ -82,6 +83,11 @@ class ConfiguredLoss:
     def needs_noise(self) -> bool:
         """Whether the algorithm asks for the noise of the rollout's steps."""
         return algorithm(self.config).needs_noise
+
+    @property
+    def forward_needs(self) -> ForwardNeeds | None:
+        """What is drawn and predicted for a loss of the forward process; None for any other."""
+        return algorithm(self.config).forward_needs
 
     def __call__(self, inputs: LossInputs | ForwardLossInputs) -> LossTerms:
         """Compute the loss terms of a micro-batch."""

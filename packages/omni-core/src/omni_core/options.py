@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+from omni_core.choices import RewardScale
+
 positive: Any = attrs.validators.gt(0)
 not_negative: Any = attrs.validators.ge(0)
 optional_positive: Any = attrs.validators.optional(positive)
@@ -224,6 +226,19 @@ class RunFacts:
     num_inference_steps: int
     samples_per_prompt: int
     prompts_per_step: int
+    has_adapter: bool = True
+    """A LoRA is trained, so that the base model is the reference and other policies are adapters."""
+    micro_batch_size: int | None = None
+    """Rows that a loss may see together; None where that is not known."""
+
+
+@attrs.frozen(kw_only=True)
+class RewardTerm:
+    """One of several numbers that a sample is judged by."""
+
+    name: str
+    """`score`, or one of the details that the reward gives beside it."""
+    weight: float = 1.0
 
 
 @attrs.frozen(kw_only=True)
@@ -232,6 +247,10 @@ class AlgorithmConfig:
 
     updates_per_rollout: int = attrs.field(default=1, validator=positive)
     """Optimizer steps that one rollout is cut into."""
+    rewards: tuple[RewardTerm, ...] = ()
+    """What a sample's reward is the weighted sum of; empty is the score alone."""
+    reward_scale: RewardScale = RewardScale.NONE
+    """What each of them is centred and divided by first (`reward_sum`)."""
 
     @property
     def source(self) -> Source:

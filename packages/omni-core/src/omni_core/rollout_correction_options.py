@@ -29,6 +29,10 @@ class RolloutCorrectionOptions:
     to hi. The band of language models, [0.5, 2], never rejects mean-reduced log-probs: take `z_k1`, or
     a band on the scale of the noise floor."""
 
+    bypass: bool = False
+    """Old log-probs stay the rollout's own, so that the loss's ratio corrects by itself and steps are only
+    rejected. Else (decoupled) they are those of the policy that training starts from."""
+
     @property
     def low(self) -> float:
         """lo."""
@@ -46,6 +50,9 @@ class RolloutCorrectionOptions:
             raise ValueError(msg)
 
     def __attrs_post_init__(self) -> None:
+        if self.bypass and self.importance is not None:
+            msg = "bypass: the ratio is to the rollout's policy, so importance weights would count twice"
+            raise ValueError(msg)
         two_sided = self.rejection is not None and self.rejection.two_sided
         if (two_sided or len(self.band) == 2) and not self.low < self.high:
             msg = f"band: expected lo < hi, got {self.low:g} and {self.high:g}"

@@ -13,6 +13,7 @@ from omni_engine_fsdp._version import __version__
 _HOMES = {
     "omni_engine_fsdp.engine": ("DiffusersFSDPEngine",),
     "omni_engine_fsdp.families.sd3": ("SD3Family",),
+    "omni_engine_fsdp.forward": ("ForwardDiffusersFSDPEngine",),
     "omni_engine_fsdp.lora": ("LoRAAdapterMixin",),
     "omni_engine_fsdp.options": (
         "EngineRolloutConfig",

@@ -170,7 +170,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
                 self.denoiser.shard_units(expert),
                 mesh=self.mesh,
                 policy=precision.mixed_precision(self.model_config.dtype),
-                replicate_base=replicate,
+                whole=lora.base_of(expert) if replicate else (),
                 reshard_after_forward=free,
             )
 

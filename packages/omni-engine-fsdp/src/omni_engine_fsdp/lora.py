@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from omni_core.choices import Policy
 from omni_core.options import LoRAConfig
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import sharding
@@ -121,6 +122,11 @@ def lora_name(name: str) -> tuple[str, str] | None:
     return adapter, f"{module}.lora_{kind}.{leaf}"
 
 
+def base_of(expert: nn.Module) -> list[nn.Parameter]:
+    """Return an expert's weights but the adapters', which all lie alike so that one can be copied to another."""
+    return [p for name, p in expert.named_parameters() if lora_name(name) is None]
+
+
 @contextmanager
 def switched(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], None]) -> Iterator[None]:
     """Hold PEFT's switches in another position, every requires_grad left as it is."""
@@ -219,6 +225,17 @@ class LoRAAdapterMixin:
             msg = "there is no adapter to disable: model.lora is null, so no base model is kept"
             raise ValueError(msg)
         with switched(layers, lambda layer: layer.enable_adapters(False)):
+            yield
+
+    @contextmanager
+    def use_policy(self, policy: Policy) -> Iterator[None]:
+        """Predict as another policy does: the base model is the reference, `old` and `ema` are adapters.
+
+        Raises:
+            ValueError: there is no such adapter, or no base model.
+        """
+        name = DEFAULT if policy is Policy.CURRENT else policy.value
+        with self.disable_adapter() if policy is Policy.REFERENCE else self.use_adapter(name):
             yield
 
     def _require_adapter(self, name: str) -> None:

@@ -13,6 +13,13 @@ diffusion_fsdp2 = Plugin(
     summary="reverse-process policy gradient on diffusers models, sharded by FSDP2, with LoRA",
 )
 
+diffusion_forward_fsdp2 = Plugin(
+    api=1,
+    options=FSDPEngineConfig,
+    target="omni_engine_fsdp.forward:ForwardDiffusersFSDPEngine",
+    summary="losses on noised final samples of diffusers models, sharded by FSDP2, with LoRA",
+)
+
 engine_rollout = Plugin(
     api=1,
     options=EngineRolloutConfig,

@@ -6,49 +6,35 @@ else. Letters: B samples, W trained steps of a sample, M pairs of a micro-batch,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import attrs
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from omni_core.choices import Policy
 from omni_core.engine import (
     BatchOutput,
     LossFunction,
     LossInputs,
     StepPrediction,
     TrainBatch,
+    needs_noise,
     needs_reference,
 )
-from omni_core.metrics import Moments
 from omni_core.reverse_step import Latents
-from omni_core.trajectory import Trajectory
-from omni_engine_fsdp import sharding
-from omni_engine_fsdp.engine import DiffusersFSDPEngine
+from omni_engine_fsdp.accumulation import (
+    AccumulatingEngine,
+    Forward,
+    moments,
+    nothing,
+    output_of,
+)
 from omni_engine_fsdp.micro_batch import MicroBatch, cut
 from omni_engine_fsdp.model_inputs import ModelInputs, gather, score
-from omni_engine_fsdp.replay import replay
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class _Forward:
-    """What one micro-batch gave, still on the device."""
-
-    share: Tensor | None
-    log_probs: Tensor
-    """[M], without graph."""
-    metrics: Mapping[str, Tensor]
-    """Name -> [M]."""
-    counts: Tensor
-    """bool [M]: rows that are in the metrics."""
-
-
-class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
+class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
     """Trains on trajectories by the log-probs of their stochastic steps."""
-
-    _half_way = False
-    """Whether gradients of some micro-batches are not synced: FSDP2 keeps those to itself."""
 
     def forward_backward_batch(
         self,
@@ -67,17 +53,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             CallPlanError: ranks are about to make different calls.
             RuntimeError: an earlier call failed after its first backward.
         """
-        batch = TrainBatch.of(data)
-        loss = loss_function or self.loss_function
-        if loss is None and not forward_only:
-            msg = "forward_backward_batch needs a loss: set_loss_fn, or pass loss_function"
-            raise ValueError(msg)
-        if self._half_way and not forward_only:
-            msg = (
-                "an earlier update failed between its micro-batches, and FSDP2 still holds part of its "
-                "gradients: load a checkpoint into a new engine"
-            )
-            raise RuntimeError(msg)
+        batch, loss = self._begin(data, loss_function, forward_only=forward_only)
         phase = ("predict" if forward_only else "train") + (
             " with reference" if needs_reference(loss) else ""
         )
@@ -90,25 +66,16 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             group=self.get_data_parallel_group(),
         )
         log_probs = torch.full(batch.trajectory.step_indices.shape, torch.nan)
-        done: list[_Forward] = []
-        for micro_batch in micro_batches:
-            if not forward_only:
-                sharding.sync_gradients(self.units[micro_batch.expert], micro_batch.last)
-            forward = self._forward(micro_batch, loss)
-            if not forward_only:
-                self._backward(forward)
-            if not micro_batch.dummy:
-                done.append(attrs.evolve(forward, share=None))
-                if forward_only:
-                    scores = forward.log_probs.float().cpu()
-                    log_probs[micro_batch.rows, micro_batch.columns] = scores
-        self._half_way = False
-        return BatchOutput(metrics=_moments(done), log_probs=log_probs if forward_only else None)
-
-    def _backward(self, forward: _Forward) -> None:
-        assert forward.share is not None
-        self._half_way = True
-        forward.share.backward()  # type: ignore[no-untyped-call]
+        done = []
+        for micro_batch, forward in self._accumulate(
+            micro_batches, loss, forward_only=forward_only
+        ):
+            done.append(forward)
+            if forward_only:
+                assert forward.log_probs is not None
+                scores = forward.log_probs.float().cpu()
+                log_probs[micro_batch.rows, micro_batch.columns] = scores
+        return BatchOutput(metrics=moments(done), log_probs=log_probs if forward_only else None)
 
     def forward_step(
         self, micro_batch: MicroBatch, loss_function: LossFunction | None, *, forward_only: bool
@@ -120,33 +87,29 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             also the log-probs [1, M] of its pairs.
         """
         forward = self._forward(micro_batch, loss_function)
-        log_probs = forward.log_probs.float().cpu()[None] if forward_only else None
-        return forward.share, BatchOutput(metrics=_moments([forward]), log_probs=log_probs)
+        said = output_of(forward)
+        return forward.share, said if forward_only else attrs.evolve(said, log_probs=None)
 
-    def _forward(self, micro_batch: MicroBatch, loss: LossFunction | None) -> _Forward:
+    def _forward(self, micro_batch: MicroBatch, loss: LossFunction | None) -> Forward:
         inputs = self.prepare_model_inputs(micro_batch)
         reference = self._reference(inputs) if needs_reference(loss) else None
         velocity = self._velocity(inputs)
+        if micro_batch.dummy:
+            return nothing(velocity, len(micro_batch.rows))
         current = self.prepare_model_outputs(inputs, velocity)
         log_probs = current.require_log_prob()
-        if micro_batch.dummy:
-            nothing = sum(value.sum() for value in velocity.values()) * 0.0
-            assert isinstance(nothing, Tensor)
-            return _Forward(
-                share=nothing,
-                log_probs=log_probs.detach(),
-                metrics={},
-                counts=torch.zeros(len(log_probs), dtype=torch.bool),
-            )
         data, rows = micro_batch.data, micro_batch.rows
         weights = data.weights[rows].to(log_probs)
         counts = weights > 0
         if loss is None:
-            return _Forward(share=None, log_probs=log_probs.detach(), metrics={}, counts=counts)
+            return Forward(share=None, log_probs=log_probs.detach(), metrics={}, counts=counts)
+        if data.step_weights is not None:
+            weights = weights * data.step_weights[rows, micro_batch.columns].to(log_probs)
         terms = loss(
             LossInputs(
                 current=current,
                 reference=reference,
+                noise=self._noise(micro_batch) if needs_noise(loss) else None,
                 old_log_probs=data.trajectory.log_probs[rows, micro_batch.columns].to(log_probs),
                 advantages=data.advantages[rows].to(log_probs),
                 weights=weights,
@@ -155,11 +118,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
                 ),
             )
         )
-        # FSDP averages gradients over ranks, and the denominator is already that of all of them.
-        scale = self.get_data_parallel_size() / data.denominator
-        return _Forward(
-            # Not a product with 0: a row that counts for nothing may be anything, also not finite.
-            share=torch.where(counts, weights * terms.terms, 0.0).sum() * scale,
+        return Forward(
+            share=self._share(terms, weights, weights > 0, data.denominator),
             log_probs=log_probs.detach(),
             metrics=terms.metrics,
             counts=counts,
@@ -179,32 +139,16 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         """Score the stored next states under the policy that predicted *velocity* [M, ...]."""
         return score(inputs, velocity)
 
-    def replay(self, trajectory: Trajectory) -> Tensor:
-        """Score a rollout's own steps again in its own batches; see `replay.replay`."""
-        with self.eval_mode(), self.use_adapter(trajectory.adapter):
-            return replay(
-                trajectory,
-                self.denoiser,
-                device=self.device,
-                group=self.get_data_parallel_group(),
-            )
-
     def _velocity(self, inputs: ModelInputs) -> Latents:
         return self.denoiser.velocity(
             inputs.latents, inputs.step, inputs.conditioning, inputs.guidance
         )
 
+    def _noise(self, micro_batch: MicroBatch) -> Latents:
+        """What the rollout drew the pairs' steps with, from the samples' seeds."""
+        drawn = micro_batch.data.trajectory.drawn_noise(micro_batch.rows, micro_batch.steps)
+        return {name: value.to(self.device) for name, value in drawn.items()}
+
     def _reference(self, inputs: ModelInputs) -> StepPrediction:
-        with torch.no_grad(), self.disable_adapter():
+        with torch.no_grad(), self.use_policy(Policy.REFERENCE):
             return self.prepare_model_outputs(inputs, self._velocity(inputs))
-
-
-def _moments(done: Sequence[_Forward]) -> dict[str, Moments]:
-    """Moments of each metric over the rows that count: one copy from the device at the end."""
-    names = list(dict.fromkeys(name for forward in done for name in forward.metrics))
-    found = {}
-    for name in names:
-        given = [forward for forward in done if name in forward.metrics]
-        values = torch.cat([forward.metrics[name].detach() for forward in given])
-        found[name] = Moments.of(values, torch.cat([forward.counts for forward in given]))
-    return found

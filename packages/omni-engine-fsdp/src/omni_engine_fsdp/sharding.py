@@ -7,7 +7,7 @@ stays a plain tensor on every rank, and nothing of it is ever copied.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def shard(
     *,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    replicate_base: bool,
+    whole: Collection[nn.Parameter],
     reshard_after_forward: bool,
 ) -> None:
     """Shard an expert in place: each unit, then what is left in the root.
@@ -83,10 +83,9 @@ def shard(
         units: Its blocks.
         mesh: One axis.
         policy: See `precision.mixed_precision`.
-        replicate_base: Leave frozen parameters alone.
+        whole: Frozen parameters that are left alone: every rank keeps all of each.
         reshard_after_forward: Free gathered parameters after the forward of each of the units.
     """
-    frozen = {p for p in expert.parameters() if not p.requires_grad}
     for module in (*units, expert):
         fully_shard(
             module,
@@ -94,7 +93,7 @@ def shard(
             mp_policy=policy,
             # Backward starts at the root: what it frees would be gathered again at once.
             reshard_after_forward=reshard_after_forward and module is not expert,
-            ignored_params=frozen if replicate_base else None,
+            ignored_params=set(whole) or None,
         )
 
 

@@ -51,6 +51,8 @@ class CanaryVerdict:
     floor: float
     recompute: bool
     """The floor is too near the clip: old log-probs come from training micro-batches."""
+    floors: Mapping[int, float] = attrs.field(factory=dict)
+    """Sampling step -> floor."""
 
 
 def measure(
@@ -122,7 +124,11 @@ def judge(
         )
         raise CanaryError("\n".join([msg, _table(reports, asked)]))
     recompute = clip is not None and not floor < clip / CLIP_PARTS
-    return CanaryVerdict(exact=exact, floor=floor, recompute=recompute)
+    floors: dict[int, float] = {}
+    for report in reports:
+        for step, value in report.floor.items():
+            floors[step] = max(floors.get(step, 0.0), value)
+    return CanaryVerdict(exact=exact, floor=floor, recompute=recompute, floors=floors)
 
 
 def _table(reports: Sequence[CanaryReport], asked: SamplingSpec) -> str:

@@ -11,6 +11,7 @@ from omni_core.choices import StepKind
 from omni_core.config import PluginChoice
 from omni_core.options import (
     AlgorithmConfig,
+    DiffusionModelConfig,
     DiffusionRolloutConfig,
     EngineConfig,
     LRSchedule,
@@ -31,7 +32,9 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
     )
     yield from _plugin_bases(sections)
     if algorithm is not None and rollout is not None and data is not None:
-        yield from _algorithm_rules(algorithm.options, rollout.options, data)
+        yield from _algorithm_rules(
+            algorithm.options, rollout.options, data, sections["model"], sections["engine"]
+        )
         if trainer is not None:
             yield from _divisibility(algorithm.options, rollout.options, data, trainer)
     if algorithm is not None:
@@ -64,12 +67,18 @@ def _plugin_bases(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm_rules(
-    options: AlgorithmConfig, rollout: DiffusionRolloutConfig, data: DataConfig
+    options: AlgorithmConfig,
+    rollout: DiffusionRolloutConfig,
+    data: DataConfig,
+    model: DiffusionModelConfig | None,
+    engine: PluginChoice | None,
 ) -> Iterator[tuple[str, str]]:
     facts = RunFacts(
         num_inference_steps=rollout.sampling.num_inference_steps,
         samples_per_prompt=rollout.samples_per_prompt,
         prompts_per_step=data.prompts_per_step,
+        has_adapter=model is None or model.lora is not None,
+        micro_batch_size=getattr(engine and engine.options, "micro_batch_size", None),
     )
     for path, text in options.mistakes(facts).items():
         yield f"algorithm.{path}", text

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import attrs
 import structlog
 
 from omni_core.losses import algorithm
@@ -63,6 +64,8 @@ class Trainer:
         self.weight_version = weight_version
         self.recompute = False
         """Old log-probs come from training micro-batches, as the last canary decided."""
+        self.floors: dict[int, float] = {}
+        """Sampling step -> noise floor, as the canaries measured it."""
         self.metrics: dict[str, float] = {}
         """Of the step under way."""
         self.counted = PoolCounts()
@@ -137,6 +140,8 @@ class Trainer:
 
     def watch(self, samples: Samples) -> None:
         """Run the canaries where they are due, and once after every start of the workers."""
+        if not samples.stochastic:
+            return  # no step has a log-prob
         every = self.config.trainer.canary_every
         due = self.step == 0 or (every > 0 and self.step % every == 0)
         if not due and self._looked:
@@ -161,6 +166,7 @@ class Trainer:
             source = "training micro-batches" if verdict.recompute else "the rollout"
             log.warning("old_log_probs.source", now=source, floor=verdict.floor, clip=clip)
         self.recompute = verdict.recompute
+        self.floors |= verdict.floors
 
     def update(self, samples: Samples, scored: ScoredStep) -> None:
         """Take the optimizer steps, and let the rollout sample with what came of them."""
@@ -174,12 +180,15 @@ class Trainer:
         refs = [[samples.sources[source].ref for source in plan.sources] for plan in plans]
         with self.timed("update"):
             results = self.group.scatter(
-                "update_actor", [(plan, self.recompute) for plan in plans], refs
+                "update_actor",
+                [(attrs.evolve(plan, floor=self.floors), self.recompute) for plan in plans],
+                refs,
             )
         with self.timed("push"):
             self.weight_version = self.group.broadcast("update_weights")[0]
         self.metrics |= update_metrics(results)
-        self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
+        if samples.stochastic:
+            self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
 
     def validate(self) -> None:
         """Score the held-out prompts with the policy as it is."""
@@ -220,6 +229,7 @@ class Trainer:
             "ranks": self.group.size,
             "weight_version": self.weight_version,
             "recompute": self.recompute,
+            "floors": {str(step): floor for step, floor in self.floors.items()},
             "config": trained_with(self.config),
             "prompts": self.prompts.state(),
             "algorithm": self.algorithm.state(),
@@ -248,6 +258,7 @@ class Trainer:
         self.step = int(state["step"])
         self.weight_version = versions[0]
         self.recompute = bool(state["recompute"])
+        self.floors = {int(step): float(value) for step, value in state.get("floors", {}).items()}
         log.info("resume.from", step=self.step, directory=str(checkpoint.directory))
 
 

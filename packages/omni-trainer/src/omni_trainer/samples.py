@@ -42,6 +42,11 @@ class Samples:
     waiting_seconds: float
     """For scores, after the last sample was there."""
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether any step of them was drawn, and so has a log-prob."""
+        return any(request.window for request in self.plan.requests)
+
     def refs_of(self, rank: int) -> list[Ref]:
         """What *rank* sampled itself."""
         return [source.ref for source in self.sources if source.rank == rank]

@@ -6,19 +6,28 @@ its whole group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
 import structlog
 import torch
+from torch import Tensor
 
 from omni_core.advantages import GroupAdvantages
 from omni_core.algorithm import Algorithm
-from omni_core.options import OnRewardError
+from omni_core.choices import RewardScale
+from omni_core.options import AlgorithmConfig, OnRewardError, RewardTerm
+from omni_core.reward import RewardResult
+from omni_core.reward_sum import weighted_reward_sum
+from omni_core.trajectory import RolloutRequest
 from omni_trainer.samples import Samples, UnscoredError, detail_means, require_scores
 from omni_trainer.update_plan import PlannedRow
 
 log = structlog.get_logger()
+
+SCORE = "score"
+"""What a reward's own value is called among its numbers."""
 
 
 @attrs.frozen(kw_only=True)
@@ -38,7 +47,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     keys = samples.plan.keys
     groups = [group for group, _ in keys]
     if not samples.results:
-        rows = _rows(samples, [0.0] * len(keys), [True] * len(keys))
+        rows = _rows(samples, algorithm, [0.0] * len(keys), [(row,) for row in range(len(keys))])
         return ScoredStep(rows=rows, metrics={})
     if on_error is OnRewardError.RAISE:
         require_scores(samples)
@@ -54,10 +63,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     valid = [
         result.ok and group not in dropped for group, result in zip(groups, results, strict=True)
     ]
-    rewards = torch.tensor(
-        [result.value if ok else 0.0 for result, ok in zip(results, valid, strict=True)],
-        dtype=torch.float64,
-    )
+    rewards = _summed(results, valid, groups, algorithm.options)
     found = algorithm.advantages(rewards, groups, torch.tensor(valid))
     kept = [result for result, ok in zip(results, valid, strict=True) if ok]
     metrics = {
@@ -69,26 +75,82 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     if not any(valid):
         log.warning("reward.every_group_dropped", unscored=len(failed), groups=len(set(groups)))
     units = algorithm.units(found.advantages, groups, torch.tensor(valid))
-    trained = {row for unit in units for row in unit}
-    advantages: list[float] = found.advantages.tolist()
-    rows = _rows(samples, advantages, [row in trained for row in range(len(keys))])
+    rows = _rows(samples, algorithm, found.advantages.tolist(), units)
     return ScoredStep(rows=rows, metrics=metrics)
 
 
+def _summed(
+    results: Sequence[RewardResult],
+    valid: Sequence[bool],
+    groups: Sequence[str],
+    options: AlgorithmConfig,
+) -> Tensor:
+    """What each sample is judged by: float64 [B].
+
+    Raises:
+        ValueError: the reward gives no number of a name that is asked for; lists those that it gives.
+    """
+    terms = options.rewards or (RewardTerm(name=SCORE),)
+    rewards = {
+        term.name: torch.tensor(
+            [
+                _number(result, term.name) if ok else 0.0
+                for result, ok in zip(results, valid, strict=True)
+            ],
+            dtype=torch.float64,
+        )
+        for term in terms
+    }
+    if not options.rewards and options.reward_scale is RewardScale.NONE:
+        return rewards[SCORE]
+    weights = {term.name: term.weight for term in terms}
+    return weighted_reward_sum(
+        rewards, weights, groups, scale=options.reward_scale, valid=torch.tensor(valid)
+    )
+
+
+def _number(result: RewardResult, name: str) -> float:
+    if name == SCORE:
+        return result.value
+    found = result.details.get(name)
+    if isinstance(found, int | float) and math.isfinite(found):
+        return float(found)
+    numbers = [key for key, value in result.details.items() if not isinstance(value, str)]
+    msg = (
+        f"algorithm.rewards: a sample has no number named {name!r} ({found!r}); the reward gives "
+        f"{', '.join([SCORE, *sorted(numbers)])}"
+    )
+    raise ValueError(msg)
+
+
 def _rows(
-    samples: Samples, advantages: Sequence[float], trained: Sequence[bool]
+    samples: Samples,
+    algorithm: Algorithm,
+    advantages: Sequence[float],
+    units: Sequence[tuple[int, ...]],
 ) -> tuple[PlannedRow, ...]:
-    windows = {request.group_id: len(request.window) for request in samples.plan.requests}
+    """Rows in the natural order; one that is in no unit counts for nothing."""
+    unit_of = {row: number for number, unit in enumerate(units) for row in unit}
+    together = any(len(unit) > 1 for unit in units)
+    steps = {
+        request.group_id: _trained_steps(algorithm, request) for request in samples.plan.requests
+    }
     return tuple(
         PlannedRow(
             source=samples.places[key][0],
             row=samples.places[key][1],
             advantage=advantage,
-            weight=float(ok),
-            trained_steps=windows[key[0]],
+            weight=float(row in unit_of),
+            trained_steps=steps[key[0]],
+            unit=unit_of.get(row) if together else None,
         )
-        for key, advantage, ok in zip(samples.plan.keys, advantages, trained, strict=True)
+        for row, (key, advantage) in enumerate(zip(samples.plan.keys, advantages, strict=True))
     )
+
+
+def _trained_steps(algorithm: Algorithm, request: RolloutRequest) -> int:
+    needs = algorithm.forward_needs
+    return len(request.window) if needs is None else needs.draws_of(request.sampling.schedule())
 
 
 def _reward_metrics(values: Sequence[float]) -> dict[str, float]:

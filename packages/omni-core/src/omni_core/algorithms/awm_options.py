@@ -28,6 +28,11 @@ class AWMOptions(OldPolicyForwardOptions):
     )
     """The moving average's decay rises to this, by 0.001 an optimizer step."""
 
+    @property
+    def other_policies(self) -> tuple[str, ...]:
+        """Also the moving average, where it is looked at."""
+        return (*super().other_policies, "ema") if self.ema_coef > 0 else super().other_policies
+
 
 plugin = Plugin(
     api=1,

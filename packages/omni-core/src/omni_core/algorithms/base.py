@@ -30,6 +30,7 @@ from omni_core.algorithms.base_options import (
     StochasticOptions,
 )
 from omni_core.engine import LossInputs, LossTerms
+from omni_core.forward_needs import ForwardNeeds
 from omni_core.forward_process import ForwardLossInputs, velocity_error
 from omni_core.kl import gaussian_kl
 from omni_core.norm_guard import norm_growth, norm_guard
@@ -178,6 +179,19 @@ class ForwardAlgorithm(Algorithm):
         if self.options.needs_reference:
             policies.append(Policy.REFERENCE)
         return tuple(self.asks(policy) for policy in policies)
+
+    @property
+    def forward_needs(self) -> ForwardNeeds:
+        """As the options say."""
+        options = self.options
+        return ForwardNeeds(
+            others=tuple(prediction.policy for prediction in self.predictions[1:]),
+            guidance=options.guidance,
+            draws=options.draws,
+            sigmas=options.sigmas,
+            shift=options.sigma_shift,
+            shares_draws=self.shares_draws,
+        )
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ An algorithm of the reverse process derives from `StochasticOptions`, one of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import attrs
@@ -27,6 +27,7 @@ from omni_core.options import (
     optional_positive,
     positive,
 )
+from omni_core.rollout_correction_options import RolloutCorrectionOptions
 from omni_core.window import widest_window, window_mistake
 
 
@@ -63,6 +64,30 @@ def group_mistakes(title: str, facts: RunFacts) -> dict[str, str]:
     }
 
 
+def policy_mistakes(title: str, facts: RunFacts, *, others: Sequence[str]) -> dict[str, str]:
+    """Say so if policies beside the trained one are needed, and there is no adapter to tell them apart."""
+    if facts.has_adapter or not others:
+        return {}
+    return {
+        "name": (
+            f"{title}, as configured, compares with another policy ({', '.join(others)}): with every "
+            "weight trained none is kept; set model.lora, or options that look at none"
+        )
+    }
+
+
+def unit_mistakes(title: str, facts: RunFacts, *, rows: int) -> dict[str, str]:
+    """Say so if the rows that the loss has to see together do not fit into a micro-batch."""
+    if facts.micro_batch_size is None or facts.micro_batch_size >= rows:
+        return {}
+    return {
+        "name": (
+            f"{title} sees {rows} rows together: engine.micro_batch_size is {facts.micro_batch_size}, and "
+            f"must be at least {rows}"
+        )
+    }
+
+
 def cps_mistake(noise_level: float) -> str:
     """Say what is wrong with a cps noise level above 1."""
     return (
@@ -90,6 +115,8 @@ class StochasticOptions(AlgorithmConfig):
     """`[first, stop]` that a short window is drawn from; None is the first half of the schedule."""
     norm_guard: NormGuardOptions | None = None
     """None trains without it."""
+    rollout_correction: RolloutCorrectionOptions | None = None
+    """Weighs and rejects steps by how far the rollout's policy was from the trained one; None trusts it."""
 
     @property
     def needs_reference(self) -> bool:
@@ -114,7 +141,8 @@ class StochasticOptions(AlgorithmConfig):
 
     def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
         """Check kind and window against the run."""
-        found = {}
+        others = ["reference"] if self.needs_reference else []
+        found = policy_mistakes(self.title, facts, others=others)
         if self.kind is StepKind.ODE:
             known = ", ".join(kind for kind in StepKind if kind is not StepKind.ODE)
             found["kind"] = f"ode has no log-prob to train on; choose one of {known}"
@@ -212,6 +240,12 @@ class ForwardOptions(AlgorithmConfig):
         """Whether the policy that sampled is another than the trained one, so an adapter of its own."""
         return False
 
+    @property
+    def other_policies(self) -> tuple[str, ...]:
+        """Policies beside the trained one that the loss looks at."""
+        wanted = {"old": self.keeps_old, "reference": self.needs_reference}
+        return tuple(name for name, asked in wanted.items() if asked)
+
     def draws_of(self, num_steps: int) -> int:
         """Sigmas of a sample in an update, for a schedule of *num_steps*."""
         return num_steps if self.draws is None else self.draws
@@ -228,7 +262,10 @@ class ForwardOptions(AlgorithmConfig):
 
     def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
         """Check group size and draws against the run."""
-        found = group_mistakes(self.title, facts)
+        found = {
+            **policy_mistakes(self.title, facts, others=self.other_policies),
+            **group_mistakes(self.title, facts),
+        }
         steps = facts.num_inference_steps
         if self.sigmas is SigmaDraw.SCHEDULE and self.draws_of(steps) > steps:
             found["draws"] = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import attrs
 
-from omni_core.algorithms.base_options import ForwardOptions
-from omni_core.options import positive
+from omni_core.algorithms.base_options import ForwardOptions, unit_mistakes
+from omni_core.options import RunFacts, positive
 from omni_core.plugins import Plugin
 
 
@@ -24,6 +25,13 @@ class DiffusionDPOOptions(ForwardOptions):
     def needs_reference(self) -> bool:
         """A pair is compared with what the reference makes of it."""
         return True
+
+    def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
+        """Check also that what is compared fits into a micro-batch."""
+        return {
+            **unit_mistakes(self.title, facts, rows=2),
+            **super().mistakes(facts),
+        }
 
 
 plugin = Plugin(

@@ -14,12 +14,14 @@ omni_core outside this package imports either. Where a suite fails, its assertio
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
 _HOMES = {
     "AlgorithmSuite": "algorithm_suite",
     "EngineSuite": "engine_suite",
+    "ForwardEngineSuite": "forward_engine_suite",
     "RewardSuite": "reward_suite",
     "RolloutSuite": "rollout_suite",
     "forward_loss_inputs": "samples",
@@ -38,7 +40,7 @@ def __getattr__(name: str) -> Any:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
     module = f"{__name__}.{_HOMES[name]}"
-    if module.endswith("_suite"):
+    if module.endswith("_suite") and module not in sys.modules:
         # So that a failed assert shows both sides, as it does in a test file.
         import_module("pytest").register_assert_rewrite(module)
     return getattr(import_module(module), name)

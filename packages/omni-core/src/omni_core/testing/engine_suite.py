@@ -89,6 +89,20 @@ class EngineSuite:
     training = OptimizerConfig(lr=1e-3, weight_decay=0.0)
     """An optimizer under which two steps move the weights and keep them finite."""
 
+    policy_loss: LossFunction = staticmethod(policy_loss)
+    """A loss with a gradient for every row, and a metric `counted` of each."""
+
+    nan_loss: LossFunction = staticmethod(nan_loss)
+    """No gradient of it is finite."""
+
+    kl_loss: LossFunction = kl_loss()
+    """Looks at the reference, and says `kl`."""
+
+    counted = "ratio"
+
+    scores_steps = True
+    """Whether `infer_batch` gives log-probs of the rollout's own steps."""
+
     untouched: tuple[str, ...] = ()
     """Trained tensors whose gradient is zero by construction."""
 
@@ -126,6 +140,15 @@ class EngineSuite:
         """All rows of the trajectory."""
         return train_batch(trajectory)
 
+    def redrawn(self, batch: TrainBatch, *, seed: int) -> TrainBatch:
+        """The same rows with other advantages."""
+        drawn = train_batch(batch.trajectory, seed=seed).advantages
+        return attrs.evolve(batch, advantages=drawn)
+
+    def _needs_log_probs(self) -> None:
+        if not self.scores_steps:
+            pytest.skip("it scores no step of the rollout")
+
     # -- how weights are read ----------------------------------------------------------------------
 
     def trained(self, engine: BaseEngine) -> dict[str, Tensor]:
@@ -155,9 +178,10 @@ class EngineSuite:
         batch: TrainBatch,
         *,
         micro_batch_size: int,
-        loss: LossFunction = policy_loss,
+        loss: LossFunction | None = None,
     ) -> dict[str, Tensor]:
         """The gradient of every trained tensor in float64, up to a factor that is the same for all."""
+        loss = loss or self.policy_loss
         scale = 10.0 / self._norm(make_engine, batch, loss)
         probe = OptimizerConfig(
             lr=scale * PROBE_EPS, eps=PROBE_EPS, weight_decay=0.0, max_grad_norm=None
@@ -182,7 +206,7 @@ class EngineSuite:
         """Every trained tensor with a gradient moves; frozen ones keep their bits."""
         before, frozen = self.trained(engine), self.frozen(engine)
         for _ in range(2):  # the first step of a LoRA moves B alone: A has no gradient while B is 0
-            engine.train_batch(batch, policy_loss)
+            engine.train_batch(batch, self.policy_loss)
         after = self.trained(engine)
         still = [name for name, value in before.items() if torch.equal(value, after[name])]
         assert sorted(still) == sorted(self.untouched)
@@ -210,6 +234,7 @@ class EngineSuite:
         micro_batch_size: int,
     ) -> None:
         """CASES 7: in training micro-batches |ratio - 1| stays within the bound."""
+        self._needs_log_probs()
         engine = make_engine(micro_batch_size=micro_batch_size, optimizer=self.training)
         found = engine.infer_batch(batch).log_probs
         assert found is not None
@@ -244,11 +269,15 @@ class EngineSuite:
         self, make_engine: EngineFactory, batch: TrainBatch
     ) -> None:
         """Every (sample, step) pair is counted once."""
+        means = []
         for size in (1, 5, 1000):
             engine = make_engine(micro_batch_size=size, optimizer=self.training)
-            ratio = engine.infer_batch(batch, policy_loss).metrics["ratio"]
-            assert ratio.count == batch.trajectory.step_indices.numel()
-            assert ratio.mean == pytest.approx(1.0, abs=self.ratio_bound)
+            found = engine.infer_batch(batch, self.policy_loss).metrics[self.counted]
+            assert found.count == batch.denominator
+            means.append(found.mean)
+        assert means == pytest.approx(means[:1] * 3, rel=self.ratio_bound)
+        if self.scores_steps:
+            assert means[0] == pytest.approx(1.0, abs=self.ratio_bound)
 
     def test_a_row_of_weight_zero_counts_for_nothing(
         self, make_engine: EngineFactory, batch: TrainBatch
@@ -265,22 +294,47 @@ class EngineSuite:
             <= self.gradient_bound
         )
         engine = make_engine(optimizer=self.training)
-        assert engine.infer_batch(padded, policy_loss).metrics["ratio"].count == 4 * 2
+        assert engine.infer_batch(padded, self.policy_loss).metrics[self.counted].count == (
+            4 * batch.denominator / batch.trajectory.rows
+        )
 
     def test_the_denominator_is_the_callers(
         self, make_engine: EngineFactory, batch: TrainBatch
     ) -> None:
         """Half the denominator is twice the gradient: the engine takes no mean of its own."""
         half = attrs.evolve(batch, denominator=batch.denominator / 2.0)
-        ratio = self._norm(make_engine, half, policy_loss) / self._norm(
-            make_engine, batch, policy_loss
+        ratio = self._norm(make_engine, half, self.policy_loss) / self._norm(
+            make_engine, batch, self.policy_loss
         )
         assert ratio == pytest.approx(2.0, rel=1e-4)
+
+    def test_steps_count_what_their_weights_say(
+        self, make_engine: EngineFactory, batch: TrainBatch
+    ) -> None:
+        """Step weights scale the gradient, and a step of weight 0 stays in the denominator."""
+        self._needs_log_probs()
+        ones = torch.ones(batch.trajectory.step_indices.shape)
+        whole = self._norm(make_engine, batch, self.policy_loss)
+        half = attrs.evolve(batch, step_weights=0.5 * ones)
+        assert self._norm(make_engine, half, self.policy_loss) == pytest.approx(
+            0.5 * whole, rel=1e-4
+        )
+        first = ones.clone()
+        first[:, 1:] = 0.0
+        kept = attrs.evolve(
+            batch.trajectory,
+            step_indices=batch.trajectory.step_indices[:, :1],
+            log_probs=batch.trajectory.log_probs[:, :1],
+        )
+        alone = self._norm(make_engine, attrs.evolve(batch, trajectory=kept), self.policy_loss)
+        weighed = attrs.evolve(batch, step_weights=first)
+        assert self._norm(make_engine, weighed, self.policy_loss) == pytest.approx(alone, rel=1e-4)
 
     def test_a_tensordict_is_taken_like_a_batch(
         self, engine: BaseEngine, batch: TrainBatch
     ) -> None:
         """The two forms of a batch give the same bits."""
+        self._needs_log_probs()
         straight = engine.infer_batch(batch).log_probs
         boxed = engine.infer_batch(batch.to_tensordict()).log_probs
         assert straight is not None
@@ -291,7 +345,7 @@ class EngineSuite:
         """A loss is passed, or set before."""
         with pytest.raises(ValueError, match="loss"):
             engine.train_batch(batch)
-        engine.set_loss_fn(policy_loss)
+        engine.set_loss_fn(self.policy_loss)
         assert engine.train_batch(batch).metrics["skipped"].mean == 0.0
 
     def test_inferring_records_no_graph_and_moves_nothing(
@@ -300,9 +354,10 @@ class EngineSuite:
         """Modes are left as they were found."""
         before = self.trained(engine)
         recorded = torch.is_grad_enabled()
-        output = engine.infer_batch(batch, policy_loss)
-        assert output.log_probs is not None
-        assert not output.log_probs.requires_grad
+        output = engine.infer_batch(batch, self.policy_loss)
+        if self.scores_steps:
+            assert output.log_probs is not None
+            assert not output.log_probs.requires_grad
         with engine.eval_mode():
             assert not torch.is_grad_enabled()
         assert torch.is_grad_enabled() == recorded
@@ -319,21 +374,21 @@ class EngineSuite:
             self.training, schedule=LRSchedule.COSINE, warmup_steps=1, total_steps=4
         )
         engine = make_engine(optimizer=config)
-        used = [engine.train_batch(batch, policy_loss).metrics["lr"].mean for _ in range(3)]
+        used = [engine.train_batch(batch, self.policy_loss).metrics["lr"].mean for _ in range(3)]
         assert used == pytest.approx([config.rate(step) for step in range(3)])
 
     def test_gradients_are_clipped_to_the_global_norm(
         self, make_engine: EngineFactory, batch: TrainBatch
     ) -> None:
         """The norm is reported before clipping; the step is that of the clipped gradient."""
-        norm = self._norm(make_engine, batch, policy_loss)
+        norm = self._norm(make_engine, batch, self.policy_loss)
         limit = norm / 8.0
         probe = OptimizerConfig(
             lr=PROBE_EPS / limit, eps=PROBE_EPS, weight_decay=0.0, max_grad_norm=limit
         )
         engine = make_engine(optimizer=probe)
         before = self.trained(engine)
-        output = engine.train_batch(batch, policy_loss)
+        output = engine.train_batch(batch, self.policy_loss)
         assert output.metrics["grad_norm"].mean == pytest.approx(norm, rel=1e-4)
         after = self.trained(engine)
         moved = math.sqrt(
@@ -347,16 +402,16 @@ class EngineSuite:
         """CASES 30: weights unchanged, a good step starts the count anew, an error after the limit."""
         engine = make_engine(optimizer=attrs.evolve(self.training, max_nonfinite_steps=1))
         before = self.trained(engine)
-        output = engine.train_batch(batch, nan_loss)
+        output = engine.train_batch(batch, self.nan_loss)
         assert output.metrics["skipped"].mean == 1.0
         assert "grad_norm" not in output.metrics, "a metric is finite or is not there (CASES 36)"
         for name, value in self.trained(engine).items():
             assert torch.equal(value, before[name]), name
-        assert engine.train_batch(batch, policy_loss).metrics["skipped"].mean == 0.0
-        assert engine.train_batch(batch, nan_loss).metrics["skipped"].mean == 1.0
+        assert engine.train_batch(batch, self.policy_loss).metrics["skipped"].mean == 0.0
+        assert engine.train_batch(batch, self.nan_loss).metrics["skipped"].mean == 1.0
         good = self.trained(engine)
         with pytest.raises(NonFiniteGradientsError, match="max_nonfinite_steps"):
-            engine.train_batch(batch, nan_loss)
+            engine.train_batch(batch, self.nan_loss)
         for name, value in self.trained(engine).items():
             assert torch.equal(value, good[name]), name
 
@@ -381,7 +436,7 @@ class EngineSuite:
         """CASES 24: a fresh adapter is the base model; a trained one is not."""
         if not engine.has_adapter:
             pytest.skip("there is no reference without an adapter")
-        loss = kl_loss()
+        loss = self.kl_loss
         assert engine.infer_batch(batch, loss).metrics["kl"].high == 0.0
         engine.train_batch(batch, loss)
         kl = engine.infer_batch(batch, loss).metrics["kl"]
@@ -393,8 +448,8 @@ class EngineSuite:
     def _steps(self, engine: BaseEngine, batch: TrainBatch, steps: range) -> list[float]:
         used = []
         for step in steps:
-            fresh = train_batch(batch.trajectory, seed=step)
-            used.append(engine.train_batch(fresh, policy_loss).metrics["lr"].mean)
+            fresh = self.redrawn(batch, seed=step)
+            used.append(engine.train_batch(fresh, self.policy_loss).metrics["lr"].mean)
         return used
 
     def test_case_28_two_and_two_steps_are_four(

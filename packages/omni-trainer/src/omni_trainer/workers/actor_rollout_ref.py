@@ -38,6 +38,7 @@ from omni_trainer.workers.batches import (
     gather_rows,
     train_batch,
 )
+from omni_trainer.workers.correction import correction_of, with_old_log_probs
 from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig
 
 log = structlog.get_logger()
@@ -65,6 +66,7 @@ class ActorRolloutRefConfig:
             model_type=self.actor.loss.options.model_type,
             backend=self.backend,
             device=self.device,
+            adapters=algorithm(self.actor.loss).adapters,
         )
 
 
@@ -220,14 +222,14 @@ class ActorRolloutRefWorker:
             NonFiniteGradientsError: too many steps in a row were skipped.
         """
         batches = [train_batch(trajectories, step) for step in plan.steps]
-        if recompute:
+        correction = correction_of(self.config.actor.loss.options)
+        parts: list[dict[str, Moments]] = [{} for _ in batches]
+        if recompute or correction is not None:
             for i, batch in enumerate(batches):
                 old = _log_probs(self.training.infer_batch(batch).log_probs)
-                trajectory = attrs.evolve(batch.trajectory, log_probs=old)
-                batches[i] = attrs.evolve(batch, trajectory=trajectory)
-        parts = []
-        for batch in batches:
-            parts.append(dict(self.training.train_batch(batch).metrics))
+                batches[i], parts[i] = with_old_log_probs(batch, old, correction, plan.floor)
+        for batch, part in zip(batches, parts, strict=True):
+            part.update(self.training.train_batch(batch).metrics)
             self.algorithm.after_update(self.training, optimizer_step=self.training.optimizer_steps)
         self.algorithm.after_rollout(self.training, optimizer_step=self.training.optimizer_steps)
         lr = parts[-1]["lr"].mean if parts else None

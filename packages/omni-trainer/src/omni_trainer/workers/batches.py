@@ -38,6 +38,8 @@ def train_batch(trajectories: Sequence[Trajectory], plan: OptimizerStepPlan) -> 
         advantages=torch.tensor(plan.advantages, dtype=torch.float32),
         weights=torch.tensor(plan.weights, dtype=torch.float32),
         denominator=plan.denominator,
+        units=None if plan.units is None else torch.tensor(plan.units),
+        update=plan.update,
     )
 
 

@@ -32,6 +32,8 @@ class TrainingWorkerConfig:
     backend: str = "fsdp2"
     """With `model_type` the name of the engine's plugin."""
     device: str = "auto"
+    adapters: tuple[str, ...] = ("default",)
+    """Named policy adapters; all start equal to the first, which is trained."""
 
 
 class TrainingWorker:
@@ -82,6 +84,8 @@ class TrainingWorker:
         )
         if check is not None:
             check(engine)
+        for name in config.adapters[1:]:
+            engine.add_adapter(name)
         engine.initialize()
         if self._loss is not None:
             engine.set_loss_fn(self._loss)

@@ -66,6 +66,7 @@ class ToyEngine(BaseEngine):
         self._nonfinite_in_a_row = 0
         self._schedule_steps = 0
         self._optimizer: torch.optim.AdamW | None = None
+        self._more_adapters: list[str] = []
 
     def facts(self) -> ModelFacts:
         """Take what the family declares."""
@@ -84,7 +85,8 @@ class ToyEngine(BaseEngine):
         if config is not None:
             targets = self.denoiser.lora_targets if config.targets is None else config.targets
             lora.inject(self.module, config, targets)
-            self.add_adapter("default")
+            for name in ("default", *self._more_adapters):
+                self.add_adapter(name)
             for layer in lora.layers(self.module).values():
                 layer.active = "default"
         self.module.eval()
@@ -258,6 +260,9 @@ class ToyEngine(BaseEngine):
     def add_adapter(self, name: str) -> None:
         """Make a named adapter beside `default`; it is not trained."""
         self._require_adapter()
+        if not hasattr(self, "module"):
+            self._more_adapters.append(name)
+            return
         lora.add_adapter(self.module, name, seed=self.engine_config.seed)
         if name != "default":
             for tensor in lora.tensors(self.module, name).values():

@@ -66,6 +66,9 @@ def pack(batch: TrainBatch, size: int) -> Iterator[MicroBatch]:
     row_of = torch.arange(rows).repeat_interleave(window)
     index_of = trajectory.step_indices.flatten()
     old = trajectory.log_probs.flatten()
+    weights = batch.weights.repeat_interleave(window)
+    if batch.step_weights is not None:
+        weights = weights * batch.step_weights.flatten()
     for start in range(0, rows * window, size):
         row, index = row_of[start : start + size], index_of[start : start + size]
         yield MicroBatch(
@@ -77,7 +80,7 @@ def pack(batch: TrainBatch, size: int) -> Iterator[MicroBatch]:
             conditioning=trajectory.conditioning.select(trajectory.prompt_index[row]),
             old_log_probs=old[start : start + size],
             advantages=batch.advantages[row],
-            weights=batch.weights[row],
+            weights=weights[start : start + size],
             denominator=batch.denominator,
         )
 

@@ -1,0 +1,164 @@
+"""Losses on the forward process: finished samples are noised again, and the velocity there is trained.
+
+No log-prob and no stored state but the last of a trajectory is looked at, so any sampler will do. All
+policies that a loss compares predict the same rows, one forward each. Letters: B samples, M rows (a
+sample at a drawn sigma).
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from omni_core.choices import Policy
+from omni_core.engine import BatchOutput, LossFunction, TrainBatch
+from omni_core.forward_needs import forward_needs
+from omni_core.forward_process import ForwardLossInputs, noise_to
+from omni_core.model import Guidance, Step
+from omni_core.reverse_step import Latents
+from omni_core.trajectory import Conditioning
+from omni_engine_fsdp.accumulation import (
+    AccumulatingEngine,
+    Forward,
+    moments,
+    nothing,
+    output_of,
+)
+from omni_engine_fsdp.forward_batches import (
+    ForwardMicroBatch,
+    cut_forward,
+    guidance_of,
+    step_of,
+)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ForwardModelInputs:
+    """What the denoiser takes of M rows, and what they are made of, on the denoiser's device."""
+
+    clean: Latents
+    """Modality -> [M, ...], x0."""
+    noise: Latents
+    """Modality -> float32 [M, ...], x1."""
+    noised: Latents
+    """Modality -> [M, ...], x_sigma."""
+    step: Step
+    conditioning: Conditioning
+    """[M, ...]."""
+    guidance: Guidance
+
+
+class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
+    """Trains on finished samples at sigmas that it draws for them."""
+
+    def forward_backward_batch(
+        self,
+        data: TrainBatch | TensorDict,
+        loss_function: LossFunction | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> BatchOutput:
+        """Run all micro-batches, gradients accumulated, and synced once at each expert's last.
+
+        Returns:
+            Metrics of this rank's rows that count; there are no log-probs.
+
+        Raises:
+            ValueError: no loss, nothing to train on, a unit that does not fit into a micro-batch, or a
+                policy that this engine does not have.
+            CallPlanError: ranks are about to make different calls.
+            RuntimeError: an earlier call failed after its first backward.
+        """
+        batch, loss = self._begin(data, loss_function, forward_only=forward_only)
+        if loss is None:
+            msg = "an engine of the forward process scores no log-probs: infer_batch needs a loss"
+            raise ValueError(msg)
+        needs = forward_needs(loss)
+        self._check_policies(needs.others)
+        micro_batches = cut_forward(
+            batch,
+            self.denoiser,
+            needs,
+            size=self.engine_config.micro_batch_size,
+            phase="predict" if forward_only else "train",
+            group=self.get_data_parallel_group(),
+        )
+        done = self._accumulate(micro_batches, loss, forward_only=forward_only)
+        return BatchOutput(metrics=moments([forward for _, forward in done]))
+
+    def forward_step(
+        self,
+        micro_batch: ForwardMicroBatch,
+        loss_function: LossFunction | None,
+        *,
+        forward_only: bool,
+    ) -> tuple[Tensor | None, BatchOutput]:
+        """Run one micro-batch forward: the objective's share, with graph, and metrics."""
+        del forward_only
+        forward = self._forward(micro_batch, loss_function)
+        return forward.share, output_of(forward)
+
+    def _forward(self, micro_batch: ForwardMicroBatch, loss: LossFunction | None) -> Forward:
+        assert loss is not None
+        inputs = self.prepare_model_inputs(micro_batch)
+        others = {
+            policy.value: self._prediction_of(policy, inputs) for policy in micro_batch.needs.others
+        }
+        current = self._velocity(inputs)
+        if micro_batch.dummy:
+            return nothing(current, len(micro_batch.rows))
+        like = next(iter(current.values()))
+        data, rows = micro_batch.data, micro_batch.samples
+        weights = data.weights[rows].to(like)
+        terms = loss(
+            ForwardLossInputs(
+                current=current,
+                clean=inputs.clean,
+                noise=inputs.noise,
+                noised=inputs.noised,
+                sigma=inputs.step.sigma,
+                advantages=data.advantages[rows].to(like),
+                weights=weights,
+                unit=micro_batch.unit,
+                **others,
+            )
+        )
+        counts = weights > 0
+        return Forward(
+            share=self._share(terms, weights, counts, data.denominator),
+            metrics=terms.metrics,
+            counts=counts,
+        )
+
+    def prepare_model_inputs(self, micro_batch: ForwardMicroBatch) -> ForwardModelInputs:
+        """Noise the final samples of M rows, and gather what the denoiser takes beside them."""
+        trajectory, rows = micro_batch.data.trajectory, micro_batch.samples
+        sigma, device = micro_batch.sigma, self.device
+        clean = {name: value[rows, -1].to(device) for name, value in trajectory.latents.items()}
+        noise = {name: value.to(device) for name, value in micro_batch.noise().items()}
+        index = torch.tensor([step_of(micro_batch.schedule, row.sigma) for row in micro_batch.rows])
+        prompts = trajectory.prompt_index[rows]
+        return ForwardModelInputs(
+            clean=clean,
+            noise=noise,
+            noised=noise_to(clean, noise, sigma.to(device)),
+            step=Step(index=index.to(device), sigma=sigma.to(device)),
+            conditioning=trajectory.conditioning.select(prompts).to(device),
+            guidance=guidance_of(micro_batch.needs, micro_batch.data),
+        )
+
+    def _velocity(self, inputs: ForwardModelInputs) -> Latents:
+        return self.denoiser.velocity(
+            inputs.noised, inputs.step, inputs.conditioning, inputs.guidance
+        )
+
+    def _prediction_of(self, policy: Policy, inputs: ForwardModelInputs) -> Latents:
+        with torch.no_grad(), self.use_policy(policy):
+            return self._velocity(inputs)
+
+    def _check_policies(self, policies: tuple[Policy, ...]) -> None:
+        for policy in policies:
+            with self.use_policy(policy):
+                pass
