@@ -340,7 +340,7 @@ def test_another_plugin_takes_the_options_of_the_former_with_it() -> None:
 def test_a_section_that_merely_has_a_name_keeps_its_values() -> None:
     recipe = Layer(source="recipe", values={"trainer": {"name": "a", "save_freq": 3}})
     new = Layer(source="x", values={"trainer": {"name": "b"}})
-    assert merge([recipe, new], choices=["reward"]).values["trainer"] == {
+    assert merge([recipe, new], choices={"reward": ()}).values["trainer"] == {
         "name": "b",
         "save_freq": 3,
     }
@@ -359,3 +359,14 @@ def test_a_value_replaces_a_mapping_and_a_mapping_a_value() -> None:
 def test_leaves_have_dotted_paths() -> None:
     values = {"a": {"b": 1, "c": {}}, "d": [1, 2]}
     assert list(leaves(values)) == [("a.b", 1), ("a.c", {}), ("d", [1, 2])]
+
+
+def test_another_plugin_keeps_what_all_of_its_group_take():
+    recipe = Layer(
+        source="recipe", values={"rollout": {"name": "a", "sampling": {"steps": 6}, "own": 1}}
+    )
+    other = Layer(source="x", values={"rollout": {"name": "b"}})
+    resolved = merge([recipe, other], choices={"rollout": ("sampling",)})
+
+    assert resolved.values == {"rollout": {"name": "b", "sampling": {"steps": 6}}}
+    assert resolved.sources == {"rollout.name": "x", "rollout.sampling.steps": "recipe"}

@@ -133,3 +133,13 @@ def test_version_zero_is_a_version():
         echo(info([0, 1, 2, 3]), version=0)
     with pytest.raises(CanaryError, match="adapter 'old'"):
         echo(info([0, 1, 2, 3]), adapter="old")
+
+
+def test_a_replay_by_other_kernels_is_bounded_instead_of_exact():
+    other = attrs.evolve(report(exact=6e-7, floor=6e-7), same_kernels=False)
+
+    assert verdict(other, clip=1e-3).exact == 6e-7
+    with pytest.raises(CanaryError, match="exact canary is 2e-05, not 1e-05"):
+        verdict(attrs.evolve(other, exact={0: 2e-5}), clip=1e-3)
+    with pytest.raises(CanaryError, match="exact canary is nan"):
+        verdict(attrs.evolve(other, exact={0: math.nan}), clip=1e-3)

@@ -345,14 +345,18 @@ def parse_overrides(arguments: Iterable[str], *, source: str = "command line") -
     return Layer(source=source, values=values)
 
 
-def merge(layers: Sequence[Layer], *, choices: Collection[str] | None = None) -> Resolved:
+def merge(
+    layers: Sequence[Layer], *, choices: Mapping[str, Collection[str]] | None = None
+) -> Resolved:
     """Lay the layers over each other; mappings merge key by key, everything else is replaced.
 
-    Where a later layer picks another plugin (another `name`), the earlier one's options go with it.
+    Where a later layer picks another plugin (another `name`), the earlier one's own options go with
+    it, and what every plugin of the group takes stays.
 
     Args:
         layers: The first is overridden by all others.
-        choices: Paths that pick a plugin; None takes every mapping with a `name` for one.
+        choices: Paths that pick a plugin, with the keys that all plugins of the group take; None
+            takes every mapping with a `name` for one, without such keys.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -366,12 +370,13 @@ def _lay(
     over: Mapping[str, Any],
     sources: dict[str, str],
     source: str,
-    choices: Collection[str] | None,
+    choices: Mapping[str, Collection[str]] | None,
     path: str = "",
 ) -> None:
     picks = choices is None or path in choices
     if picks and "name" in over and "name" in base and over["name"] != base["name"]:
-        for key in list(base):
+        kept = () if choices is None else choices[path]
+        for key in [key for key in base if key not in kept]:
             del base[key]
             _forget(sources, f"{path}.{key}" if path else str(key))
     for key, value in over.items():

@@ -81,6 +81,10 @@ class BaseRollout(ABC):
         rollout.resume()
     """
 
+    replays_exactly: bool = True
+    """Whether the training engine's replay runs the very kernels that sampled. Another engine's differ in
+    the last bits, so a trainer bounds its replay instead of asking for equal ones."""
+
     @property
     @abstractmethod
     def state(self) -> RolloutState:

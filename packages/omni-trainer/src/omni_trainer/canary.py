@@ -21,6 +21,8 @@ from omni_core.trajectory import SamplingSpec, Trajectory, TrajectoryInfo
 
 FLOAT32_BOUND = 1e-6
 """Largest |ratio - 1| that float32 micro-batches may show."""
+OTHER_KERNELS_BOUND = 1e-5
+"""The same, and the largest |dlogp| of a replay, where another engine sampled."""
 CLIP_PARTS = 10
 """Old log-probs are the rollout's own while the floor is below this part of the clip."""
 
@@ -41,6 +43,8 @@ class CanaryReport:
     """Sampling step -> largest |log-prob replayed - stored|."""
     floor: Mapping[int, float]
     """Sampling step -> largest |ratio - 1| through training micro-batches."""
+    same_kernels: bool = True
+    """`BaseRollout.replays_exactly` of what sampled."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +60,13 @@ class CanaryVerdict:
 
 
 def measure(
-    batch: Trajectory, rows: Trajectory, *, replayed: Tensor, trained: Tensor, rank: int
+    batch: Trajectory,
+    rows: Trajectory,
+    *,
+    replayed: Tensor,
+    trained: Tensor,
+    rank: int,
+    same_kernels: bool = True,
 ) -> CanaryReport:
     """Compare two scorings with what is stored.
 
@@ -66,6 +76,7 @@ def measure(
         replayed: float32 [batch, W], in the rollout's own batches.
         trained: float32 [rows, W], through training micro-batches.
         rank: Whose rows they are.
+        same_kernels: Whether the rollout samples with the training engine's own kernels.
     """
     exact = replayed.double() - batch.log_probs.double()
     floor = torch.expm1(trained.double() - rows.log_probs.double())
@@ -75,6 +86,7 @@ def measure(
         effective=rows.effective,
         exact=_largest(batch.step_indices, exact.abs()),
         floor=_largest(rows.step_indices, floor.abs()),
+        same_kernels=same_kernels,
     )
 
 
@@ -100,7 +112,8 @@ def judge(
         reports: Of every rank.
         asked: What was requested.
         dtype: The engine's computation.
-        bound: Largest floor; None is 1e-6 for float32 and float64, and no bound below.
+        bound: Largest floor; None is 1e-6 for float32 and float64 (1e-5 where another engine than the
+            training engine sampled, which holds for the replay too), and no bound below.
         clip: Of the loss's ratio; None if it looks at no ratio.
 
     Raises:
@@ -109,11 +122,13 @@ def judge(
     exact = max((value for report in reports for value in report.exact.values()), default=0.0)
     floor = max((value for report in reports for value in report.floor.values()), default=0.0)
     full = dtype is not DType.BFLOAT16
+    same = all(report.same_kernels for report in reports)
     if bound is None and full:
-        bound = FLOAT32_BOUND
-    if exact != 0.0 and full:
+        bound = FLOAT32_BOUND if same else OTHER_KERNELS_BOUND
+    most = 0.0 if same or bound is None else bound
+    if full and not exact <= most:
         msg = (
-            f"the exact canary is {exact:.3g}, not 0: the engine does not score what the rollout "
+            f"the exact canary is {exact:.3g}, not {most:.3g}: the engine does not score what the rollout "
             "sampled, in the rollout's own batches and with unchanged weights"
         )
         raise CanaryError("\n".join([msg, _table(reports, asked)]))

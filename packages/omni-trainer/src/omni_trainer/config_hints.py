@@ -9,10 +9,25 @@ from typing import Any, get_args
 import attrs
 
 from omni_core import plugins
+from omni_core.options import (
+    AlgorithmConfig,
+    DiffusionRolloutConfig,
+    EngineConfig,
+    RewardConfig,
+)
 from omni_trainer.run_config import RunConfig
 
-CHOICES = frozenset({"engine", "rollout", "algorithm", "reward"})
-"""Sections that pick a plugin."""
+CHOICES: Mapping[str, frozenset[str]] = {
+    section: frozenset(field.name for field in attrs.fields(base))
+    for section, base in (
+        ("engine", EngineConfig),
+        ("rollout", DiffusionRolloutConfig),
+        ("algorithm", AlgorithmConfig),
+        ("reward", RewardConfig),
+    )
+}
+"""Sections that pick a plugin, with the keys that every plugin of the section takes: they stay when
+another one is picked, so that a recipe's rollout is swapped by its name alone."""
 
 ELSEWHERE: Mapping[str, str] = {
     "save_freq": "checkpoint.every",

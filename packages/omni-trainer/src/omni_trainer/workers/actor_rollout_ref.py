@@ -203,7 +203,14 @@ class ActorRolloutRefWorker:
             denominator=float(rows.log_probs.numel()),
         )
         trained = self.infer_actor_batch(plan, rows)
-        return measure(batch, rows, replayed=replayed, trained=trained, rank=self.place.rank)
+        return measure(
+            batch,
+            rows,
+            replayed=replayed,
+            trained=trained,
+            rank=self.place.rank,
+            same_kernels=self.rollout.replays_exactly,
+        )
 
     # -- training ----------------------------------------------------------------------------------
 
