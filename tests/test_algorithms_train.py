@@ -14,6 +14,7 @@ from omni_core import plugins
 from omni_core.config import ConfigError
 from omni_core.testing.toys import register_toys, unregister_toys
 from omni_trainer.config import load_run
+from omni_trainer.data import PromptFileError
 from omni_trainer.loop import Trainer
 from omni_trainer.reporting.metric_names import describe
 from omni_trainer.run import run_training
@@ -46,6 +47,7 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     "dgpo": {"kl_coef": 0.01},
     "diffusion_dpo": {},
     "diffusion_nft": {"beta": 0.1},
+    "distillation": {"updates_per_rollout": 2, "route": "teacher"},
     "elbo": {"old_policy": "ramp", "norm_guard": {"coef": 0.1}},
     "flow_dppo": {"updates_per_rollout": 2},
     "flow_grpo": {"window_size": 1},
@@ -54,6 +56,8 @@ ALGORITHMS: dict[str, dict[str, object]] = {
     "ram": {"sigmas": "logit_normal", "draws": 3, "sigma_shift": 3.0},
 }
 """Name -> options that make it do all that it can."""
+
+TEACHERS = ("dim", "bright")
 
 FORWARD = ("awm", "dgpo", "diffusion_dpo", "diffusion_nft", "elbo", "ram")
 
@@ -82,8 +86,9 @@ def stopped():
 def source(tmp_path_factory, tiny_sd3):
     """Path of a run's YAML file: a tiny random SD3, brightness as the reward."""
     folder = tmp_path_factory.mktemp("tiny")
-    prompts = folder / "train.txt"
-    prompts.write_text("".join(f"sign {i}\n" for i in range(5)))
+    prompts = folder / "train.jsonl"
+    rows = [{"prompt": f"sign {i}", "teacher": TEACHERS[i % 2]} for i in range(5)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {
         **RUN,
         "model": {**RUN["model"], "path": str(tiny_sd3)},
@@ -95,12 +100,26 @@ def source(tmp_path_factory, tiny_sd3):
     unregister_toys()
 
 
+@pytest.fixture(scope="module")
+def teachers(source, tmp_path_factory):
+    """Two adapters that FlowGRPO trained, as a recipe names them."""
+    folder = tmp_path_factory.mktemp("teachers")
+    for seed, name in enumerate(TEACHERS):
+        values = {**yaml.safe_load(source.read_text()), "algorithm": {"name": "flow_grpo"}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        loaded = load_run(str(folder / f"{name}.yaml"), [f"seeds.train={seed}", "trainer.steps=4"])
+        run_training(loaded.config, run_dir=folder / name, resolved=loaded.resolved)
+    return [{"name": name, "path": str(folder / name / "export")} for name in TEACHERS]
+
+
 @pytest.fixture
-def train(source, tmp_path):
+def train(source, tmp_path, request):
     def run(name, *overrides, folder="run", resume=False, options=None):
         path = tmp_path / "run.yaml"
         values = yaml.safe_load(source.read_text())
         values["algorithm"] = {"name": name, **(ALGORITHMS[name] if options is None else options)}
+        if name == "distillation":
+            values["algorithm"].setdefault("teachers", request.getfixturevalue("teachers"))
         path.write_text(yaml.safe_dump(values))
         loaded = load_run(str(path), overrides)
         return run_training(
@@ -176,3 +195,46 @@ def test_the_other_adapters_follow(train, name):
     first, second = checkpoint(run_dir, 1)[1], checkpoint(run_dir, 2)[1]
     follower = "ema" if name == "awm" else "old"
     assert [key for key in second if f".{follower}." in key and first[key] != second[key]]
+
+
+def test_a_student_comes_closer_to_its_teacher(train, teachers):
+    """The reward is left out: nothing but the teacher's prediction is learned from."""
+    options = {"teachers": teachers[:1]}
+    overrides = ["reward=null", "trainer.steps=12", "optimizer.lr=2e-2", "checkpoint.every=0"]
+    lines = metrics(train("distillation", *overrides, options=options))
+    distances = [line["actor/teacher_distance"] for line in lines]
+    assert distances[0] > 0.0
+    assert distances[-1] < 0.5 * distances[0]
+    assert not [name for line in lines for name in line if name.startswith("reward/")]
+
+
+def test_no_checkpoint_holds_a_teacher(train):
+    state, tensors = checkpoint(train("distillation"), 1)
+    assert not [name for name in tensors if "teacher" in name]
+    kind = state["workers"][0]["engine"]["kind"]["adapter"]
+    assert kind["names"] == ["default"]
+    assert list(kind["teachers"]) == list(TEACHERS)
+
+
+def test_another_teacher_is_no_resume(train, teachers):
+    with stopped():
+        train("distillation", "algorithm.route=null", options={"teachers": teachers[:1]})
+    other = [{**teachers[1], "name": TEACHERS[0]}]
+    with pytest.raises(Exception, match="of another kind of run"):
+        train("distillation", resume=True, options={"teachers": other})
+
+
+def test_a_row_without_a_teacher_is_named_before_anything_starts(train, teachers, tmp_path):
+    with pytest.raises(PromptFileError, match=r"5 of 5 rows.*no teacher") as caught:
+        train("distillation", options={"route": "task", "teachers": teachers})
+    assert "1: column 'task' is missing; expected a teacher: dim, bright" in str(caught.value)
+
+
+def test_a_teacher_that_is_not_there_is_named(train):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train("distillation", options={"teachers": [{"path": "nowhere"}]})
+
+
+def test_a_teacher_needs_an_adapter_beside_it(train):
+    with pytest.raises(ConfigError, match=r"its teachers are adapters .*set model.lora"):
+        train("distillation", "model.lora=null")

@@ -28,7 +28,7 @@ def test_our_recipes_are_installed():
 
 
 def test_every_algorithm_has_a_recipe_of_each_size():
-    """FlowGRPO's on the tiny pipeline is the quickstart; distillation needs a teacher of one's own."""
+    """FlowGRPO's on the tiny pipeline is the quickstart."""
     trained = {load_run(name).config.algorithm.name for name in OURS if not name.startswith("sd3")}
     published = {load_run(name).config.algorithm.name for name in OURS if name.startswith("sd3")}
     names = set(plugins.registry(plugins.ALGORITHMS).names())

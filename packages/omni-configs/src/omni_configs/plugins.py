@@ -22,6 +22,9 @@ def _by_algorithm(name: str, summary: str) -> Plugin:
 
 tiny_awm = _by_algorithm("tiny_awm", "AWM on the tiny pipeline")
 tiny_dance_grpo = _by_algorithm("tiny_dance_grpo", "DanceGRPO on the tiny pipeline")
+tiny_distillation = _by_algorithm(
+    "tiny_distillation", "online distillation on the tiny pipeline, from a teacher of one's own"
+)
 tiny_dgpo = _by_algorithm("tiny_dgpo", "DGPO on the tiny pipeline")
 tiny_diffusion_dpo = _by_algorithm(
     "tiny_diffusion_dpo", "online Diffusion-DPO on the tiny pipeline"
@@ -35,6 +38,9 @@ tiny_ram = _by_algorithm("tiny_ram", "RAM on the tiny pipeline")
 sd3_ocr_awm = _by_algorithm("sd3_ocr_awm", "AWM with published settings for SD3.5-M")
 sd3_ocr_dance_grpo = _by_algorithm(
     "sd3_ocr_dance_grpo", "DanceGRPO with published settings for SD3.5-M"
+)
+sd3_ocr_distillation = _by_algorithm(
+    "sd3_ocr_distillation", "online distillation with published settings for SD3.5-M"
 )
 sd3_ocr_dgpo = _by_algorithm("sd3_ocr_dgpo", "DGPO with published settings for SD3.5-M")
 sd3_ocr_diffusion_dpo = _by_algorithm(

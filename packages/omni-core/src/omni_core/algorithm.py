@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -92,6 +92,26 @@ class Algorithm(ABC):
     def adapters(self) -> tuple[str, ...]:
         """Named policy adapters that must exist; all start equal to `default`."""
         return ("default",)
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """Name -> directory of the frozen adapters that the loss compares with, in order."""
+        return {}
+
+    def teacher_of(self, columns: Mapping[str, object]) -> int | None:
+        """Say which of `teachers` a prompt's samples are held to.
+
+        Args:
+            columns: Of the prompt's data row, beside the prompt.
+
+        Returns:
+            Its place in `teachers`; None where there is none to choose.
+
+        Raises:
+            ValueError: the row names none of them.
+        """
+        del columns
+        return None
 
     @abstractmethod
     def window(self, schedule: FlowMatchSchedule, *, seed: int, iteration: int) -> tuple[int, ...]:

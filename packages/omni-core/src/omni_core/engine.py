@@ -44,6 +44,9 @@ class TrainBatch(TensorRecord):
     micro-batch cuts; None makes each row a unit of its own."""
     update: int = 0
     """Optimizer steps that this rollout took before: each has draws of its own."""
+    teachers: Tensor | None = None
+    """int64 [B]: place of each row's teacher among those that the engine was given (`add_teacher`); None
+    where there is one for all rows, or none."""
     step_weights: Tensor | None = None
     """float32 [B, W]: what the steps of a row count (rollout correction); None counts each as 1. A step
     of weight 0 stays in the denominator."""
@@ -54,7 +57,7 @@ class TrainBatch(TensorRecord):
         return attrs.evolve(self, trajectory=self.trajectory.select(rows), **taken)
 
     def _per_row(self) -> dict[str, Tensor]:
-        names = ("advantages", "weights", "units", "step_weights")
+        names = ("advantages", "weights", "units", "teachers", "step_weights")
         given = ((name, getattr(self, name)) for name in names)
         return {name: value for name, value in given if value is not None}
 
@@ -106,6 +109,7 @@ class TrainBatch(TensorRecord):
             denominator=denominator,
             units=data.get("units", None),
             update=update,
+            teachers=data.get("teachers", None),
             step_weights=data.get("step_weights", None),
         )
 
@@ -127,7 +131,7 @@ class LossInputs:
     reference: StepPrediction | None = None
     """Of the frozen reference, where the loss asked for it (see `needs_reference`)."""
     teacher: StepPrediction | None = None
-    """Of the row's own teacher, where the loss asked for it."""
+    """Of the row's own teacher, where the loss asked for it (see `needs_teacher`)."""
     noise: Latents | None = None
     """modality -> [M, ...]: what the rollout drew these steps with, where the loss asked for it (see
     `needs_noise`)."""
@@ -154,12 +158,18 @@ class LossTerms:
 LossFunction = Callable[[Any], LossTerms]
 """Any callable: of `LossInputs` for engines of model type diffusion, of
 `forward_process.ForwardLossInputs` for diffusion_forward. One that looks at the reference says so by an
-attribute `needs_reference = True`, as `omni_core.losses.ConfiguredLoss` does; likewise `needs_noise`."""
+attribute `needs_reference = True`, as `omni_core.losses.ConfiguredLoss` does; likewise `needs_teacher`
+and `needs_noise`."""
 
 
 def needs_reference(loss: LossFunction | None) -> bool:
     """Whether an engine has to fill `LossInputs.reference` for *loss* (one more forward, no graph)."""
     return bool(getattr(loss, "needs_reference", False))
+
+
+def needs_teacher(loss: LossFunction | None) -> bool:
+    """Whether an engine has to fill `LossInputs.teacher` for *loss* (one more forward, no graph)."""
+    return bool(getattr(loss, "needs_teacher", False))
 
 
 def needs_noise(loss: LossFunction | None) -> bool:
@@ -254,6 +264,19 @@ class BaseEngine(ABC):
             ValueError: this engine keeps none beside the trained one, or not this one.
         """
         msg = f"{type(self).__name__} keeps no named adapters: {name!r} was asked for"
+        raise ValueError(msg)
+
+    def add_teacher(self, name: str, directory: Path) -> None:
+        """Ask, before `initialize`, for a frozen adapter that others trained, which a loss may look at.
+
+        Args:
+            name: What messages call it.
+            directory: An adapter as `export_adapter` writes it.
+
+        Raises:
+            ValueError: this engine keeps no teacher, or not this one.
+        """
+        msg = f"{type(self).__name__} keeps no teacher: {name!r} ({directory}) was asked for"
         raise ValueError(msg)
 
     @abstractmethod

@@ -80,6 +80,11 @@ class ConfiguredLoss:
         return any(prediction.policy is Policy.REFERENCE for prediction in self.predictions)
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether the algorithm asks for the prediction of the row's teacher."""
+        return any(prediction.policy is Policy.TEACHER for prediction in self.predictions)
+
+    @property
     def needs_noise(self) -> bool:
         """Whether the algorithm asks for the noise of the rollout's steps."""
         return algorithm(self.config).needs_noise

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import attrs
 
@@ -283,6 +283,11 @@ class AlgorithmConfig:
     def rollout_algo(self) -> DiffusionRolloutAlgoConfig:
         """Say how its trajectories are sampled."""
         raise NotImplementedError
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """Return the same options, each path of the file system in them changed."""
+        del change
+        return self
 
     def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
         """Check against the rest of the run: dotted path below `algorithm` -> what is wrong."""

@@ -1,7 +1,7 @@
 """Tensors go through DCP in its safetensors format, everything else is JSON: no pickle is read.
 
-Saved are every adapter (or, without LoRA, every weight) and the optimizer's moments; of a frozen base
-only a hash. A parameter that never had a gradient has no moments: it is saved and restored as such. A
+Saved are every adapter but the teachers' (or, without LoRA, every weight) and the optimizer's moments; of a frozen base
+and of each teacher only a hash. A parameter that never had a gradient has no moments: it is saved and restored as such. A
 checkpoint can be read at another world size: each rank reads the parts that it holds.
 """
 
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 from omni_core import device as devices
 from omni_core.engine import CheckpointError
 from omni_engine_fsdp.lora import lora_name
+from omni_engine_fsdp.teachers import adapter_name
 
 if TYPE_CHECKING:
     from omni_engine_fsdp.engine import DiffusersFSDPEngine
@@ -46,8 +47,10 @@ def kind(engine: DiffusersFSDPEngine) -> dict[str, Any]:
             "rank": config.rank,
             "alpha": config.alpha,
             "targets": list(engine.lora_targets),
-            "names": list(engine.adapters),
+            "names": [name for name in engine.adapters if name not in _teachers(engine)],
         }
+        if engine.teachers:
+            adapter["teachers"] = dict(engine.teachers)
     experts = {name: type(expert).__name__ for name, expert in engine.denoiser.experts.items()}
     # FSDP2 renames a module's class; the name that it had is kept in the middle.
     experts = {name: said.removeprefix("FSDP") for name, said in experts.items()}
@@ -62,13 +65,18 @@ def kind(engine: DiffusersFSDPEngine) -> dict[str, Any]:
     }
 
 
+def _teachers(engine: DiffusersFSDPEngine) -> set[str]:
+    return {adapter_name(name) for name in engine.teachers}
+
+
 def _weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     """Saved weights by `expert.name`, sharded."""
+    foreign = _teachers(engine)
     return {
         f"{expert}.{name}": parameter
         for expert, parameters in engine.parameters.items()
         for name, parameter in parameters.items()
-        if parameter.requires_grad or lora_name(name) is not None
+        if parameter.requires_grad or (lora_name(name) or (None,))[0] not in {None, *foreign}
     }
 
 

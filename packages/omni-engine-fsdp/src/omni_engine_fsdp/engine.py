@@ -28,7 +28,7 @@ from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerRepor
 from omni_core.model import Denoiser, ModelFamily
 from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
 from omni_core.seeds import derive_seed
-from omni_engine_fsdp import checkpoint, export, lora, precision, sharding
+from omni_engine_fsdp import checkpoint, export, lora, precision, sharding, teachers
 from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
 from omni_engine_fsdp.model_index import find_family
 from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients
@@ -70,6 +70,9 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         self.nonfinite_steps = 0
         """Updates skipped for a non-finite gradient since the last one that was taken."""
         self._more_adapters: list[str] = []
+        self._teachers: dict[str, Path] = {}
+        self.teachers: dict[str, str] = {}
+        """Name -> content hash of the frozen adapters that others trained, in the order of `add_teacher`."""
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -91,6 +94,24 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             raise ValueError(msg)
         self._more_adapters.append(name)
 
+    def add_teacher(self, name: str, directory: Path) -> None:
+        """Ask for a frozen adapter that others trained: `initialize` reads it, whole or not at all.
+
+        Raises:
+            RuntimeError: the model is initialised: adapters are sharded together with it.
+            ValueError: the name is taken, empty or holds a dot, or the model trains without LoRA.
+        """
+        if self.parameters:
+            msg = f"add_teacher({name!r}): teachers are added before initialize, which shards them"
+            raise RuntimeError(msg)
+        if self.model_config.lora is None:
+            msg = f"add_teacher({name!r}): model.lora is null, every weight is trained"
+            raise ValueError(msg)
+        if name in self._teachers or not name or "." in name:
+            msg = f"add_teacher({name!r}): taken, empty or with a dot"
+            raise ValueError(msg)
+        self._teachers[name] = directory
+
     def facts(self) -> ModelFacts:
         """Take what the family of the pipeline declares."""
         return ModelFacts.of(find_family(self.model_config), has_adapter=self.has_adapter)
@@ -99,13 +120,19 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         """Load, adapt and shard every expert; make the optimizer unless its config is None.
 
         Raises:
-            ValueError: a LoRA target matches nothing, or a config does not fit the model.
+            ValueError: a LoRA target matches nothing, a config does not fit the model, or a teacher is of
+                another base, family, rank, scale or set of targets.
+            FileNotFoundError: a teacher is not where it should be.
         """
         config = self.model_config
         self.device = devices.resolve(self.engine_config.device, local_rank=sharding.local_rank())
         sharding.ensure_process_group(self.device)
         self.mesh = sharding.data_parallel_mesh(self.device)
         self.family = find_family(config)
+        read = [
+            teachers.read_teacher(name, path, self.family.expert_names)
+            for name, path in self._teachers.items()
+        ]
         frozen = config.lora is not None
         stored = precision.compute_dtype if frozen else precision.master_dtype
         self.denoiser = self.family.load_denoiser(stored(config.dtype))
@@ -113,6 +140,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         for name, expert in experts.items():
             expert.requires_grad_(not frozen)
             self._adapt(name, expert)
+            self._bind(name, expert, read)
             self._checkpoint_activations(name, expert)
         self._shard()
         self.parameters = {name: dict(e.named_parameters()) for name, e in experts.items()}
@@ -122,6 +150,9 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         )
         for name in self._more_adapters:
             self.copy_adapter(DEFAULT, name)
+        for teacher in read:
+            teachers.check_base(teacher, self.base_hash, config.dtype.value)
+        self.teachers = {teacher.name: teacher.digest() for teacher in read}
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)
         self._log_made()
@@ -132,7 +163,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             return
         targets = self.lora_targets
         lora.check_targets(expert, targets, name=name)
-        for adapter in (DEFAULT, *self._more_adapters):
+        others = map(teachers.adapter_name, self._teachers)
+        for adapter in (DEFAULT, *self._more_adapters, *others):
             lora.inject(
                 expert,
                 config,
@@ -143,6 +175,16 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             )
         for layer in lora.layers_of(expert).values():
             layer.set_adapter(DEFAULT)  # makes it trainable, and freezes every other adapter
+
+    def _bind(self, name: str, expert: nn.Module, read: Sequence[teachers.Teacher]) -> None:
+        config = self.model_config.lora
+        for teacher in read:
+            assert config is not None  # add_teacher
+            adapter = teachers.adapter_name(teacher.name)
+            teachers.check_experts(teacher, tuple(self.denoiser.experts))
+            teachers.check_teacher(teacher, name, lora.parameters_of(expert, adapter), config)
+            dtype = precision.master_dtype(self.model_config.dtype)
+            lora.bind(expert, teacher.tensors[name], adapter=adapter, dtype=dtype)
 
     def _checkpoint_activations(self, name: str, expert: nn.Module) -> None:
         if not self.engine_config.gradient_checkpointing:

@@ -3,11 +3,12 @@
 Layout: `pytorch_lora_weights.safetensors` for `pipeline.load_lora_weights(directory)`, with PEFT's
 configuration in its metadata (without it diffusers takes alpha = rank), and `peft/` with
 `adapter_config.json` and `adapter_model.safetensors` for PEFT. An engine of several experts writes one
-`peft/EXPERT/` for each.
+`peft/EXPERT/` for each. `base.json` says which weights it was trained on.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT = "peft"
+BASE = "base.json"
+"""Content hash of the frozen weights, and the format that they had."""
 PEFT_PREFIX = "base_model.model."
 
 
@@ -48,8 +51,10 @@ def write_adapter(engine: DiffusersFSDPEngine, directory: Path, adapter: str = D
     for name, tensor in engine.get_per_tensor_param(adapter=adapter):
         expert, _, rest = name.partition(".")
         layers[expert][rest] = tensor.float().cpu().contiguous()
+    base = {"hash": engine.base_hash, "dtype": engine.model_config.dtype.value}
     if engine.get_data_parallel_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
+        (directory / BASE).write_text(json.dumps(base) + "\n", encoding="utf-8")
         peft_config = lora.peft_config(config, engine.lora_targets)
         _write_diffusers(engine, directory, layers, _plain(peft_config))
         for expert, tensors in layers.items():

@@ -99,6 +99,27 @@ def inject(
         up.data = torch.zeros_like(up, dtype=dtype)
 
 
+def parameters_of(expert: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """Return an adapter's parameters in an expert, by their names without the adapter's."""
+    split = ((lora_name(name), parameter) for name, parameter in expert.named_parameters())
+    return {said[1]: parameter for said, parameter in split if said and said[0] == adapter}
+
+
+def bind(
+    expert: nn.Module, tensors: Mapping[str, Tensor], *, adapter: str, dtype: torch.dtype
+) -> None:
+    """Give an injected adapter the values of *tensors*, before it is sharded.
+
+    Args:
+        expert: Changed in place.
+        tensors: One for each of `parameters_of(expert, adapter)`, of its shape.
+        adapter: Its name.
+        dtype: Of the adapter's weights.
+    """
+    for name, parameter in parameters_of(expert, adapter).items():
+        parameter.data = tensors[name].to(device=parameter.device, dtype=dtype)
+
+
 def _factors(layer: LoraLayer, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A and B of a layer, whose product is added to its weight."""
     modules: tuple[Any, Any] = (layer.lora_A[adapter], layer.lora_B[adapter])

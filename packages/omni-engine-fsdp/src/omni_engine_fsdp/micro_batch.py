@@ -1,7 +1,8 @@
 """Training rows are (sample, step) pairs, packed into micro-batches of one expert each.
 
-The order is the same for the same rows: expert by expert, sample by sample, steps ascending. Ranks
-fill up to a common number of micro-batches for each expert, with dummies that weigh nothing. Letters:
+The order is the same for the same rows: expert by expert, teacher by teacher (where a loss looks at
+several), sample by sample, steps ascending. Ranks fill up to a common number of micro-batches for each
+expert and teacher, with dummies that weigh nothing. Letters:
 B samples, W trained steps of a sample, M pairs of a micro-batch.
 """
 
@@ -33,6 +34,8 @@ class MicroBatch:
     """int64 [M]: the pair's place among the sample's trained steps."""
     steps: Tensor
     """int64 [M]: the step itself."""
+    teacher: int = 0
+    """Of all its rows: a place among the engine's teachers."""
     last: bool
     """Of its expert: gradients are synced after it."""
     dummy: bool = False
@@ -52,6 +55,7 @@ def cut(
     all_rows: bool,
     phase: str,
     group: Any | None,
+    teachers: int = 1,
 ) -> list[MicroBatch]:
     """Cut a batch into micro-batches, as many of each expert as on every other rank. A collective.
 
@@ -62,6 +66,7 @@ def cut(
         all_rows: Also the rows of weight 0 (to predict); training leaves them out.
         phase: For the message if ranks differ.
         group: `BaseEngine.get_data_parallel_group()`.
+        teachers: How many the loss looks at; more than one have micro-batches of their own.
 
     Raises:
         ValueError: a rank has no row, or rows have no stochastic step (ode); on every rank.
@@ -79,18 +84,23 @@ def cut(
         raise ValueError(msg)
     expert_of = routes(denoiser, schedule)
     pairs = _pairs(data, expert_of, list(denoiser.experts), all_rows=all_rows)
-    parts = {expert: _split(found, size) for expert, found in pairs.items()}
+    parts = {
+        (expert, teacher): _split(own, size)
+        for expert, found in pairs.items()
+        for teacher, own in enumerate(_by_teacher(data, found, teachers))
+    }
     counts = common_counts([len(found) for found in parts.values()], group)
     if not any(counts):
         # Nothing counts anywhere: gradients of zero are still gradients.
-        first = expert_of.index(next(e for e in parts if e in expert_of))
-        counts = tuple(int(expert == expert_of[first]) for expert in parts)
+        first = next(key for key in parts if key[0] in expert_of)
+        counts = tuple(int(key == first) for key in parts)
     branches = Guidance(scale=trajectory.effective.guidance_scale).branches
     shape = (size, branches, *_latent_shape(trajectory.latents))
-    calls = (Call(e, shape, n) for e, n in zip(parts, counts, strict=True) if n)
+    calls = (Call(e, shape, n) for (e, _), n in zip(parts, counts, strict=True) if n)
     agree(CallPlan(phase=phase, calls=tuple(calls)), group)
     batches = []
-    for (expert, found), count in zip(parts.items(), counts, strict=True):
+    ends = {key[0]: key for key, count in zip(parts, counts, strict=True) if count}
+    for ((expert, teacher), found), count in zip(parts.items(), counts, strict=True):
         for place in range(count):
             dummy = place >= len(found)
             picked = _dummy(expert_of.index(expert)) if dummy else found[place]
@@ -102,7 +112,8 @@ def cut(
                     rows=picked[0],
                     columns=picked[1],
                     steps=picked[2],
-                    last=place == count - 1,
+                    teacher=teacher,
+                    last=ends[expert] == (expert, teacher) and place == count - 1,
                     dummy=dummy,
                 )
             )
@@ -123,6 +134,13 @@ def _pairs(
     table = torch.stack([rows, columns, steps])[:, counted].flatten(1)
     owner = torch.tensor([experts.index(name) for name in expert_of])[table[2]]
     return {name: table[:, owner == place] for place, name in enumerate(experts)}
+
+
+def _by_teacher(data: TrainBatch, pairs: Tensor, teachers: int) -> list[Tensor]:
+    if teachers == 1 or data.teachers is None:
+        return [pairs]
+    owner = data.teachers.cpu()[pairs[0]]
+    return [pairs[:, owner == teacher] for teacher in range(teachers)]
 
 
 def _split(pairs: Tensor, size: int) -> list[Tensor]:

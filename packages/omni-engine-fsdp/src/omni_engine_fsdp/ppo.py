@@ -20,6 +20,7 @@ from omni_core.engine import (
     TrainBatch,
     needs_noise,
     needs_reference,
+    needs_teacher,
 )
 from omni_core.reverse_step import Latents
 from omni_engine_fsdp.accumulation import (
@@ -31,6 +32,7 @@ from omni_engine_fsdp.accumulation import (
 )
 from omni_engine_fsdp.micro_batch import MicroBatch, cut
 from omni_engine_fsdp.model_inputs import ModelInputs, gather, score
+from omni_engine_fsdp.teachers import adapter_name
 
 
 class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
@@ -49,19 +51,20 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
             Metrics of this rank's rows that count; with *forward_only* also log-probs of all rows.
 
         Raises:
-            ValueError: no loss to train with, or nothing to train on.
+            ValueError: no loss to train with, nothing to train on, or no teacher of a row.
             CallPlanError: ranks are about to make different calls.
             RuntimeError: an earlier call failed after its first backward.
         """
         batch, loss = self._begin(data, loss_function, forward_only=forward_only)
-        phase = ("predict" if forward_only else "train") + (
-            " with reference" if needs_reference(loss) else ""
-        )
+        asked = {"reference": needs_reference(loss), "teacher": needs_teacher(loss)}
+        more = "".join(f" with {name}" for name, wanted in asked.items() if wanted)
+        phase = ("predict" if forward_only else "train") + more
         micro_batches = cut(
             batch,
             self.denoiser,
             size=self.engine_config.micro_batch_size,
             all_rows=forward_only,
+            teachers=len(self._checked_teachers(batch)) if asked["teacher"] else 1,
             phase=phase,
             group=self.get_data_parallel_group(),
         )
@@ -93,6 +96,7 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
     def _forward(self, micro_batch: MicroBatch, loss: LossFunction | None) -> Forward:
         inputs = self.prepare_model_inputs(micro_batch)
         reference = self._reference(inputs) if needs_reference(loss) else None
+        teacher = self._teacher(inputs, micro_batch.teacher) if needs_teacher(loss) else None
         velocity = self._velocity(inputs)
         if micro_batch.dummy:
             return nothing(velocity, len(micro_batch.rows))
@@ -109,6 +113,7 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
             LossInputs(
                 current=current,
                 reference=reference,
+                teacher=teacher,
                 noise=self._noise(micro_batch) if needs_noise(loss) else None,
                 old_log_probs=data.trajectory.log_probs[rows, micro_batch.columns].to(log_probs),
                 advantages=data.advantages[rows].to(log_probs),
@@ -148,6 +153,26 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
         """What the rollout drew the pairs' steps with, from the samples' seeds."""
         drawn = micro_batch.data.trajectory.drawn_noise(micro_batch.rows, micro_batch.steps)
         return {name: value.to(self.device) for name, value in drawn.items()}
+
+    def _teacher(self, inputs: ModelInputs, place: int) -> StepPrediction:
+        name = list(self.teachers)[place]
+        with torch.no_grad(), self.use_adapter(adapter_name(name)):
+            return self.prepare_model_outputs(inputs, self._velocity(inputs))
+
+    def _checked_teachers(self, batch: TrainBatch) -> tuple[str, ...]:
+        """Names of the teachers, each row's among them."""
+        names = tuple(self.teachers)
+        if not names:
+            msg = "the loss looks at a teacher, and this engine has none: add_teacher, before initialize"
+            raise ValueError(msg)
+        places = batch.teachers
+        if places is None and len(names) > 1:
+            msg = f"rows have to say whose they are: there are teachers {', '.join(names)}"
+            raise ValueError(msg)
+        if places is not None and not bool(((places >= 0) & (places < len(names))).all()):
+            msg = f"rows have teachers {sorted(set(places.tolist()))}; there are {len(names)}"
+            raise ValueError(msg)
+        return names
 
     def _reference(self, inputs: ModelInputs) -> StepPrediction:
         with torch.no_grad(), self.use_policy(Policy.REFERENCE):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -10,11 +10,12 @@ import attrs
 import structlog
 
 from omni_core import resources
+from omni_core.losses import algorithm
 from omni_core.reward import RewardFunction
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.checkpoints import Checkpoint
 from omni_trainer.config import Backend, RunConfig, engine_name
-from omni_trainer.data import PromptRow, PromptSampler, load_prompts
+from omni_trainer.data import PromptFileError, PromptRow, PromptSampler, load_prompts
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import LocalGroup, WorkerGroup
 from omni_trainer.loop import Trainer
@@ -117,9 +118,34 @@ def read_prompts(config: RunConfig) -> Prompts:
             log.warning("data.row_skipped", row=message)
         return found.rows
 
-    return Prompts(
+    prompts = Prompts(
         train=rows(data.train), heldout=() if data.heldout is None else rows(data.heldout)
     )
+    check_teachers(config, prompts.train)
+    return prompts
+
+
+def check_teachers(config: RunConfig, rows: Sequence[PromptRow]) -> None:
+    """Check that the algorithm's teachers are there, and that every row that is trained on has one.
+
+    Raises:
+        FileNotFoundError: no such directory.
+        PromptFileError: rows name none of them; lists them by line.
+    """
+    method = algorithm(config.actor().loss)
+    for name, path in method.teachers.items():
+        if not resources.resolve(path).is_dir():
+            msg = f"algorithm.teachers: {name!r} is at {path!r}, where there is no directory"
+            raise FileNotFoundError(msg)
+    mistakes = []
+    for row in rows:
+        try:
+            method.teacher_of(row.metadata)
+        except ValueError as exc:
+            mistakes.append(f"{config.data.train}:{row.line}: {exc}")
+    if mistakes:
+        msg = f"{len(mistakes)} of {len(rows)} rows of data.train have no teacher:"
+        raise PromptFileError(msg, mistakes)
 
 
 def make_sampler(config: RunConfig, prompts: Prompts) -> PromptSampler:

@@ -169,6 +169,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return attrs.evolve(
         config,
         model=attrs.evolve(config.model, path=absolute(config.model.path)),
+        algorithm=attrs.evolve(
+            config.algorithm, options=config.algorithm_options.with_paths(absolute)
+        ),
         data=attrs.evolve(
             config.data,
             train=absolute(config.data.train),

@@ -135,6 +135,10 @@ def _rows(
     steps = {
         request.group_id: _trained_steps(algorithm, request) for request in samples.plan.requests
     }
+    teachers = {
+        request.group_id: algorithm.teacher_of(row.metadata)
+        for request, row in zip(samples.plan.requests, samples.plan.rows, strict=True)
+    }
     return tuple(
         PlannedRow(
             source=samples.places[key][0],
@@ -143,6 +147,7 @@ def _rows(
             weight=float(row in unit_of),
             trained_steps=steps[key[0]],
             unit=unit_of.get(row) if together else None,
+            teacher=teachers[key[0]],
         )
         for row, (key, advantage) in enumerate(zip(samples.plan.keys, advantages, strict=True))
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
@@ -34,6 +34,8 @@ class PlannedRow:
     """W of its window, or the sigmas that it is noised to."""
     unit: int | None = None
     """Rows of equal number are trained together; None for one that is trained by itself."""
+    teacher: int | None = None
+    """Place of its teacher in `Algorithm.teachers`; None where there is none to choose."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +50,8 @@ class OptimizerStepPlan:
     """Trained valid (sample, step) pairs of the optimizer step on all ranks."""
     units: tuple[int, ...] | None = None
     """Of each row; None where every row is a unit of its own."""
+    teachers: tuple[int, ...] | None = None
+    """Of each row; None where there is none to choose."""
     update: int = 0
     """Place among the optimizer steps of its rollout, also where some of them are left out."""
 
@@ -149,7 +153,8 @@ def _rank_plan(steps: Sequence[tuple[int, float, Sequence[PlannedRow]]]) -> Upda
                 advantages=tuple(row.advantage for row in rows),
                 weights=tuple(row.weight for row in rows),
                 denominator=denominator,
-                units=_units(rows),
+                units=_all(row.unit for row in rows),
+                teachers=_all(row.teacher for row in rows),
                 update=update,
             )
             for update, denominator, rows in steps
@@ -158,6 +163,8 @@ def _rank_plan(steps: Sequence[tuple[int, float, Sequence[PlannedRow]]]) -> Upda
     )
 
 
-def _units(rows: Sequence[PlannedRow]) -> tuple[int, ...] | None:
-    given = tuple(row.unit for row in rows if row.unit is not None)
-    return given if len(given) == len(rows) else None
+def _all(values: Iterable[int | None]) -> tuple[int, ...] | None:
+    """The values, or None if any is missing."""
+    known = tuple(values)
+    given = tuple(value for value in known if value is not None)
+    return given if len(given) == len(known) else None

@@ -11,16 +11,16 @@ codec and conditioner of the student. Source: Flow-OPD, arXiv 2605.08063.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
 from omni_core.advantages import GroupAdvantages, group_advantages
-from omni_core.algorithm import Policy, Prediction
+from omni_core.algorithm import ModelFacts, Policy, Prediction
 from omni_core.algorithms.base import ReverseAlgorithm
-from omni_core.algorithms.distillation_options import DistillationOptions
+from omni_core.algorithms.distillation_options import WITHOUT_ADAPTER, DistillationOptions
 from omni_core.choices import AdvantageStd, DistillationForm, KLForm
 from omni_core.engine import LossInputs, LossTerms, StepPrediction
 from omni_core.forward_process import velocity_error
@@ -47,6 +47,33 @@ class Distillation(ReverseAlgorithm):
     def predictions(self) -> tuple[Prediction, ...]:
         """Also of the teacher."""
         return (*super().predictions, Prediction(policy=Policy.TEACHER))
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """Those of the options, in their order."""
+        return {teacher.name: teacher.path for teacher in self.options.teachers}
+
+    def teacher_of(self, columns: Mapping[str, object]) -> int | None:
+        """The one that the row's column names; without such a column, the only one there is.
+
+        Raises:
+            ValueError: no such column, or none of the teachers in it.
+        """
+        if self.options.route is None:
+            return None
+        names = list(self.teachers)
+        said = columns.get(self.options.route)
+        if said not in names:
+            held = "is missing" if said is None else f"is {said!r}"
+            msg = f"column {self.options.route!r} {held}; expected a teacher: {', '.join(names)}"
+            raise ValueError(msg)
+        return names.index(str(said))
+
+    def unsupported(self, model: ModelFacts) -> str | None:
+        """Teachers are adapters beside the trained one."""
+        if not model.has_adapter:
+            return WITHOUT_ADAPTER
+        return super().unsupported(model)
 
     def advantages(
         self, rewards: Tensor, group_ids: Sequence[str], valid: Tensor

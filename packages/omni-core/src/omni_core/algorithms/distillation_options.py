@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Self
 
 import attrs
 
@@ -12,13 +12,17 @@ from omni_core.choices import DistillationForm
 from omni_core.options import RunFacts
 from omni_core.plugins import Plugin
 
+WITHOUT_ADAPTER = "its teachers are adapters beside the trained one, and every weight is trained here: set model.lora"
+
 
 @attrs.frozen(kw_only=True)
 class TeacherConfig:
     """One teacher, of the student's own family."""
 
-    name: str = attrs.field(default="teacher", validator=attrs.validators.min_len(1))
-    """What a data row calls it."""
+    name: str = attrs.field(
+        default="teacher", validator=attrs.validators.matches_re(r"[A-Za-z0-9_-]+")
+    )
+    """What a data row calls it: letters, digits, `_` and `-`."""
     path: str
     """Directory of an exported adapter on the student's base."""
 
@@ -40,9 +44,16 @@ class DistillationOptions(StochasticOptions):
         """A reward is only watched."""
         return False
 
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """Change where the teachers are."""
+        teachers = tuple(attrs.evolve(one, path=change(one.path)) for one in self.teachers)
+        return attrs.evolve(self, teachers=teachers)
+
     def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
         """Check kind, window and teachers against the run."""
         found = dict(super().mistakes(facts))
+        if not facts.has_adapter:
+            found["name"] = WITHOUT_ADAPTER
         names = [teacher.name for teacher in self.teachers]
         if not names:
             found["teachers"] = "expected at least one teacher, got none"

@@ -32,6 +32,7 @@ METRICS: Mapping[str, str] = {
     "actor/clip_fraction_lower": "share below it",
     "actor/approx_kl": "mean of log pi_old - log pi, in the ratio's form",
     "actor/kl": "mean KL to the reference, in the configured form",
+    "actor/teacher_distance": "how far the student is from its teacher, in the configured form",
     "actor/grad_norm": "L2 norm of the gradient over all ranks, before clipping",
     "actor/lr": "learning rate of the last optimizer step",
     "actor/skipped_steps": "optimizer steps left out for a gradient that was not finite",

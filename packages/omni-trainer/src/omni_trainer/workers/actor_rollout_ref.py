@@ -67,6 +67,7 @@ class ActorRolloutRefConfig:
             backend=self.backend,
             device=self.device,
             adapters=algorithm(self.actor.loss).adapters,
+            teachers=tuple(algorithm(self.actor.loss).teachers.items()),
         )
 
 
@@ -201,6 +202,8 @@ class ActorRolloutRefWorker:
             advantages=(0.0,) * rows.rows,
             weights=(1.0,) * rows.rows,
             denominator=float(rows.log_probs.numel()),
+            # Log-probs do not depend on it, but a loss that looks at several is asked for each row's.
+            teachers=(0,) * rows.rows if len(self.algorithm.teachers) > 1 else None,
         )
         trained = self.infer_actor_batch(plan, rows)
         return measure(

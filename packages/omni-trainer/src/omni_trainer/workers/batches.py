@@ -40,6 +40,7 @@ def train_batch(trajectories: Sequence[Trajectory], plan: OptimizerStepPlan) -> 
         denominator=plan.denominator,
         units=None if plan.units is None else torch.tensor(plan.units),
         update=plan.update,
+        teachers=None if plan.teachers is None else torch.tensor(plan.teachers),
     )
 
 

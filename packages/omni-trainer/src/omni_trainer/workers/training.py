@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from omni_core import device as devices
+from omni_core import resources
 from omni_core.algorithm import AdapterOperations
 from omni_core.engine import BaseEngine, BatchOutput, LossFunction, TrainBatch
 from omni_core.metrics import merge
@@ -34,6 +35,8 @@ class TrainingWorkerConfig:
     device: str = "auto"
     adapters: tuple[str, ...] = ("default",)
     """Named policy adapters; all start equal to the first, which is trained."""
+    teachers: tuple[tuple[str, str], ...] = ()
+    """(name, directory) of each frozen adapter that others trained."""
 
 
 class TrainingWorker:
@@ -86,6 +89,8 @@ class TrainingWorker:
             check(engine)
         for name in config.adapters[1:]:
             engine.add_adapter(name)
+        for name, path in config.teachers:
+            engine.add_teacher(name, resources.resolve(path))
         engine.initialize()
         if self._loss is not None:
             engine.set_loss_fn(self._loss)
