@@ -344,6 +344,43 @@ def test_draws_may_be_many_off_the_schedule() -> None:
     assert DiffusionNFTOptions().draws_of(10) == 10
 
 
+def test_a_row_names_its_teacher() -> None:
+    teachers = (TeacherConfig(path="a", name="ocr"), TeacherConfig(path="b", name="taste"))
+    routed = Distillation(DistillationOptions(teachers=teachers, route="task"))
+    assert dict(routed.teachers) == {"ocr": "a", "taste": "b"}
+    assert routed.teacher_of({"task": "taste"}) == 1
+    with pytest.raises(
+        ValueError, match="column 'task' is missing; expected a teacher: ocr, taste"
+    ):
+        routed.teacher_of({"other": "ocr"})
+    with pytest.raises(ValueError, match="'task' is 3"):
+        routed.teacher_of({"task": 3})
+    single = Distillation(DistillationOptions(teachers=teachers[:1]))
+    assert single.teacher_of({"task": "whatever"}) is None
+
+
+def test_teachers_need_an_adapter_beside_them() -> None:
+    options = DistillationOptions(teachers=(TeacherConfig(path="a"),))
+    facts = ModelFacts(family="toy", masked_text=False, has_adapter=False, experts=("t",))
+    reason = Distillation(options).unsupported(facts)
+    assert reason is not None
+    assert "set model.lora" in reason
+    assert Distillation(options).unsupported(attrs.evolve(facts, has_adapter=True)) is None
+    assert reason == options.mistakes(attrs.evolve(FACTS, has_adapter=False))["name"]
+
+
+def test_the_paths_of_teachers_can_be_made_absolute() -> None:
+    options = DistillationOptions(teachers=(TeacherConfig(path="a"),), route="task")
+    moved = options.with_paths(lambda path: f"/there/{path}")
+    assert moved == attrs.evolve(options, teachers=(TeacherConfig(path="/there/a"),))
+    assert GRPOGuardOptions().with_paths(str.upper) == GRPOGuardOptions()
+
+
+def test_a_teachers_name_is_a_plain_word() -> None:
+    with pytest.raises(ValueError, match="name"):
+        TeacherConfig(path="a", name="a.b")
+
+
 def test_options_are_read_from_a_recipe() -> None:
     given = {
         "form": "velocity",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -121,6 +122,7 @@ def build(
     micro_batch_size: int = 2,
     kind: type[Any] = PPODiffusersFSDPEngine,
     adapters: tuple[str, ...] = (),
+    teachers: Sequence[Path] = (),
 ) -> Any:
     engine = kind(
         DiffusionModelConfig(
@@ -136,6 +138,8 @@ def build(
     )
     for name in adapters:
         engine.add_adapter(name)
+    for place, directory in enumerate(teachers):
+        engine.add_teacher(f"t{place}", directory)
     engine.initialize()
     return engine
 
@@ -181,6 +185,35 @@ def rows(chosen: Sequence[int], windows: Sequence[tuple[int, ...]] = WINDOWS) ->
 def loss(inputs: LossInputs) -> LossTerms:
     log_probs = inputs.current.require_log_prob()
     return LossTerms(terms=-inputs.advantages * log_probs, metrics={"log_prob": log_probs.detach()})
+
+
+class TeacherLoss:
+    """How far the student is from its teacher."""
+
+    needs_teacher = True
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        assert inputs.teacher is not None
+        return LossTerms(terms=velocity_error(inputs.current.velocity, inputs.teacher.velocity))
+
+
+def taught(engine: PPODiffusersFSDPEngine, chosen: Sequence[int]) -> dict[str, Tensor]:
+    """Gradients of rows that have the first teacher, but the last row, which has the second."""
+    places = torch.tensor([int(row == 2) for row in chosen])
+    return gradients(engine, attrs.evolve(rows(chosen), teachers=places), TeacherLoss())
+
+
+def make_teachers(model: Path, out: Path) -> None:
+    """Exports after one update and after two, and the same for two experts alike."""
+    engine = build(model)
+    for name in ("one", "two"):
+        engine.train_batch(rows([0, 1, 2]), loss)
+        engine.export_adapter(out / f"sd3-{name}")
+        if engine.get_data_parallel_rank() == 0:
+            for expert in ("high", "low"):
+                shutil.copytree(
+                    out / f"sd3-{name}" / "peft", out / f"two_experts-{name}" / "peft" / expert
+                )
 
 
 class ForwardLoss:
@@ -273,6 +306,17 @@ def case_adapters(rank: int, model: Path, out: Path) -> None:
             report(out / f"adapter-{name}-{shard.value}", rank, found)
 
 
+def case_teachers(rank: int, model: Path, out: Path) -> None:
+    register_two_experts()
+    make_teachers(model, out / "teachers")
+    dist.barrier()  # the first rank writes
+    for family in ("sd3", "two_experts"):
+        made = [out / "teachers" / f"{family}-{name}" for name in ("one", "two")]
+        engine = build(model, shard=ShardBase.SHARD, family=family, teachers=made)
+        warm(engine)
+        report(out / f"taught-{family}", rank, taught(engine, [[0, 1], [2]][rank]))
+
+
 def case_experts(rank: int, model: Path, out: Path) -> None:
     register_two_experts()
     engine = build(model, family="two_experts")
@@ -355,6 +399,7 @@ SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
     case_gradients,
     case_experts,
     case_forward,
+    case_teachers,
     case_adapters,
     case_float64,
     case_nan,

@@ -130,6 +130,20 @@ def test_case_27_noised_samples_on_two_ranks_give_one_ranks_gradient(
         assert distance(tensors(out, f"forward-{family}", rank), alone) <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["sd3", "two_experts"])
+def test_case_27_rows_of_other_teachers_on_two_ranks_give_one_ranks_gradient(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, family: str
+) -> None:
+    """CASES 27: each rank has rows of one of two teachers, and runs dummies of the other."""
+    ranks.register_two_experts()
+    made = [out / "teachers" / f"{family}-{name}" for name in ("one", "two")]
+    engine = ranks.build(tiny_sd3, family=family, teachers=made)
+    ranks.warm(engine)
+    alone = ranks.taught(engine, [0, 1, 2])
+    for rank in RANKS:
+        assert distance(tensors(out, f"taught-{family}", rank), alone) <= 1e-5
+
+
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_adapters_follow_the_trained_one_on_two_ranks(
     out: Path, ranks: ModuleType, tiny_sd3: Path, sharding: str

@@ -2,6 +2,7 @@
 
 import itertools
 
+import attrs
 import pytest
 
 from omni_core.choices import StepKind
@@ -215,6 +216,15 @@ def test_a_step_that_is_left_out_keeps_its_number():
 
     assert len(plans[0].steps) == len(first[0].steps) == 1
     assert plans[0].steps[0].update == first[0].steps[0].update == 1
+
+
+def test_a_row_takes_its_teacher_along():
+    given = [attrs.evolve(row, teacher=i % 3) for i, row in enumerate(rows(8))]
+    plans = plan_updates(given, updates=2, ranks=2, seed=1, iteration=0)
+    for step in (step for plan in plans for step in plan.steps):
+        assert step.teachers == tuple(int(advantage) % 3 for advantage in step.advantages)
+    (plan,) = plan_updates(rows(4), updates=1, ranks=1, seed=1, iteration=0)
+    assert plan.steps[0].teachers is None
 
 
 def test_rows_that_are_trained_alone_have_no_units():
