@@ -46,6 +46,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+import tiny_models
+
 # Axes: B pictures, L text tokens, D channels, H W pixels.
 
 SIZE = 32
@@ -126,32 +128,14 @@ CHARACTERS = string.ascii_letters + string.digits + '"-'
 
 def clip_tokenizer() -> CLIPTokenizer:
     """Make a byte-pair vocabulary of single characters and the prompts' few words."""
-    pieces = [*CHARACTERS, *(f"{character}</w>" for character in CHARACTERS)]
-    merges: list[tuple[str, str]] = []
     words = [word for thing in OBJECTS for word in thing.replace("-", " ").split()]
-    for word in ["a", "that", "reads", *words]:
-        grown = word[0]
-        for place, character in enumerate(word[1:], 1):
-            piece = character + ("</w>" if place == len(word) - 1 else "")
-            if (grown, piece) not in merges:
-                merges.append((grown, piece))
-            grown += piece
-            pieces.append(grown)
-    vocabulary = dict.fromkeys([*pieces, "<|startoftext|>", "<|endoftext|>"])
-    return CLIPTokenizer(
-        vocab={piece: place for place, piece in enumerate(vocabulary)},
-        merges=merges,
-        model_max_length=TOKENS,
-    )
+    return tiny_models.clip_tokenizer(CHARACTERS, ["a", "that", "reads", *words], TOKENS)
 
 
 def t5_tokenizer() -> T5Tokenizer:
     """Make a unigram vocabulary of single characters and the prompts' few words."""
-    words = ["A", "that", "reads", *(word for thing in OBJECTS for word in thing.split())]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0)]
-    pieces += [(character, -3.0) for character in CHARACTERS]
-    pieces += [(f"\u2581{word}", -1.0) for word in words]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=TOKENS)
+    words = [word for thing in OBJECTS for word in thing.split()]
+    return tiny_models.t5_tokenizer(CHARACTERS, ["A", "that", "reads", *words], TOKENS)
 
 
 @attrs.frozen

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +137,13 @@ def _t5_encoder(tokenizer: Any) -> T5EncoderModel:
     )
 
 
-def clip_tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer that knows every printable character and a few words."""
-    tokens = [*CHARACTERS, *(f"{character}</w>" for character in CHARACTERS)]
+def clip_tokenizer(
+    characters: Sequence[str] = CHARACTERS, words: Sequence[str] = WORDS, length: int = CLIP_LENGTH
+) -> CLIPTokenizer:
+    """A CLIP tokenizer that knows single characters and a few words, cut at *length* tokens."""
+    tokens = [*characters, *(f"{character}</w>" for character in characters)]
     merges: list[tuple[str, str]] = []
-    for word in WORDS:
+    for word in words:
         left = word[0]
         for place, character in enumerate(word[1:], start=2):
             right = character + ("</w>" if place == len(word) else "")
@@ -150,17 +153,19 @@ def clip_tokenizer() -> CLIPTokenizer:
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     return CLIPTokenizer(
-        vocab=vocabulary, merges=list(dict.fromkeys(merges)), model_max_length=CLIP_LENGTH
+        vocab=vocabulary, merges=list(dict.fromkeys(merges)), model_max_length=length
     )
 
 
-def t5_tokenizer() -> T5Tokenizer:
-    """A T5 tokenizer over the same characters and words."""
+def t5_tokenizer(
+    characters: Sequence[str] = CHARACTERS, words: Sequence[str] = WORDS, length: int = 512
+) -> T5Tokenizer:
+    """A T5 tokenizer over single characters and a few words, cut at *length* tokens."""
     space = "\u2581"
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (space, -2.0)]
-    pieces += [(character, -3.0) for character in CHARACTERS]
-    pieces += [(space + word, -1.0) for word in WORDS]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+    pieces += [(character, -3.0) for character in characters]
+    pieces += [(space + word, -1.0) for word in words]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
 def main() -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from omni_core.choices import StepKind
 from omni_core.reverse_step import reverse_step
+from omni_core.rollout_step import StepRule
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.seeds import initial_noise_batch, step_noise_batch
 from omni_core.trajectory import SamplingSpec
 from omni_rollout_vllm.families.family import check_sides
 from omni_rollout_vllm.families.qwen_image import QwenImage
 from omni_rollout_vllm.families.sd3 import SD3
-from omni_rollout_vllm.recording import PipelineError, RecordingScheduler, StepRule
+from omni_rollout_vllm.recording import PipelineError, RecordingScheduler
 
 SHAPES = {"image": (4, 4, 6)}
 SEEDS = [11, 12, 13]

@@ -120,7 +120,11 @@ def test_an_algorithm_that_cannot_train_the_model_is_refused_before_it_is_loaded
 
 def test_an_engine_that_cannot_tell_is_tried(toy_source, monkeypatch):
     monkeypatch.setattr(ToyEngine, "facts", BaseEngine.facts)
-    make(toy_source, "model.lora=null").close()
+    worker = make(toy_source, "model.lora=null")
+
+    assert worker.training.engine.facts() is None
+    assert worker.rollout.weight_version == worker.training.engine.weight_version
+    worker.close()
 
 
 def test_the_canary_is_exact(worker):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from omni_core.choices import StepKind
 from omni_core.options import DiffusionPipelineConfig
+from omni_core.request_check import check_length, check_once, check_sampling, check_window
 from omni_core.trajectory import RolloutRequest, SamplingSpec
 
 LatentShapes = Callable[[DiffusionPipelineConfig], object]
@@ -38,11 +36,7 @@ def check_requests(
     Raises:
         ValueError: one cannot be served; names its group and what would fit.
     """
-    names = Counter((r.group_id, tuple(s.k for s in r.samples)) for r in requests)
-    repeated = [name for name, count in names.items() if count > 1]
-    if repeated:
-        group, ks = repeated[0]
-        raise ValueError(f"group {group!r}: samples {list(ks)} were requested more than once")
+    check_once(requests)
     checked = set()
     for request in requests:
         try:
@@ -50,7 +44,7 @@ def check_requests(
                 _check_spec(request.sampling, engine, latent_shapes)
                 with engine.use_adapter(request.adapter):
                     checked.add((request.sampling, request.adapter))
-            _check_window(request)
+            check_window(request)
             if request.weight_version not in (None, engine.weight_version):
                 raise ValueError(
                     f"weight version {request.weight_version} was asked for; the engine is at "
@@ -61,31 +55,6 @@ def check_requests(
 
 
 def _check_spec(spec: SamplingSpec, engine: Any, latent_shapes: LatentShapes) -> None:
-    spec.schedule()
-    StepKind.parse(spec.kind)
-    for name in ("noise_level", "guidance_scale"):
-        value = getattr(spec, name)
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{name} must be a number of at least 0, got {value}")
-    length = engine.model_config.pipeline.max_sequence_length
-    if spec.max_sequence_length != length:
-        raise ValueError(
-            f"max_sequence_length {spec.max_sequence_length}: the model is run with {length} "
-            "(model.pipeline.max_sequence_length)"
-        )
+    check_sampling(spec)
+    check_length(spec, engine.model_config.pipeline.max_sequence_length)
     latent_shapes(pipeline_of(spec))
-
-
-def _check_window(request: RolloutRequest) -> None:
-    window, spec = request.window, request.sampling
-    if not window:
-        return
-    if list(window) != sorted(set(window)):
-        raise ValueError(f"window: steps must ascend, got {list(window)}")
-    spec.schedule().check_window(window[0], window[-1] + 1, where="window")
-    if StepKind.parse(spec.kind) is StepKind.ODE or spec.noise_level == 0.0:
-        raise ValueError(
-            f"window {list(window)}: kind {spec.kind.value!r} at noise level {spec.noise_level} is "
-            "deterministic and has no log-prob; take a stochastic kind with a noise level above 0, "
-            "or an empty window"
-        )

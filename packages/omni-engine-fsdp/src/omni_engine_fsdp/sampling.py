@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from omni_core.model import Denoiser, Guidance, Step
-from omni_core.reverse_step import Latents, ReverseStep, StepKind, reverse_step
-from omni_core.schedule import FlowMatchSchedule
-from omni_core.seeds import Shapes, initial_noise_batch, step_noise_batch
+from omni_core.reverse_step import Latents
+from omni_core.rollout_step import StepRule, rollout_step, rows_inside
+from omni_core.seeds import Shapes, initial_noise_batch
 from omni_core.trajectory import Conditioning
 
 
@@ -33,14 +33,10 @@ class SamplingBatch:
 
 
 @attrs.frozen(kw_only=True)
-class SamplingRule:
-    """How all rows of a batch are denoised."""
+class SamplingRule(StepRule):
+    """How all rows of a batch are denoised, and with what guidance."""
 
-    schedule: FlowMatchSchedule
     guidance: Guidance
-    kind: StepKind
-    """Of the steps in a row's window."""
-    noise_level: float
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -90,8 +86,10 @@ def sample(
             sigma=sigma.to(device),
         )
         velocity = denoiser.velocity(state, step, batch.conditioning, rule.guidance)
-        inside = [row for row, window in enumerate(batch.windows) if index in window]
-        state, scores = _advance(state, velocity, index, inside, batch, rule, shapes)
+        inside = rows_inside(batch.windows, index)
+        state, scores = rollout_step(
+            rule, state, velocity, index, inside=inside, seeds=batch.seeds, shapes=shapes
+        )
         states.append(state)
         if scores is not None:
             log_probs[torch.tensor(inside, device=device), index] = scores
@@ -99,87 +97,5 @@ def sample(
     return SampledBatch(latents=stored, log_probs=log_probs)
 
 
-def _advance(
-    state: Latents,
-    velocity: Latents,
-    index: int,
-    inside: list[int],
-    batch: SamplingBatch,
-    rule: SamplingRule,
-    shapes: Shapes,
-) -> tuple[Latents, Tensor | None]:
-    """Take step *index*: rows *inside* their window by the rule's kind, the others by Euler.
-
-    Returns:
-        The next states, float32 [B, ...], and the log-probs [len(inside)], None without any.
-    """
-    if len(inside) == len(batch.seeds):
-        noise = step_noise_batch(batch.seeds, index, shapes)
-        return _stochastic_step(state, velocity, index, noise, rule)
-    euler = _reverse(StepKind.ODE, 0.0, state, velocity, index, rule.schedule)
-    after = _stored(euler.next_sample)
-    if not inside:
-        return after, None
-    noise = step_noise_batch([batch.seeds[row] for row in inside], index, shapes)
-    picked = torch.tensor(inside, device=_device(state))
-    drawn, scores = _stochastic_step(
-        {name: value[picked] for name, value in state.items()},
-        {name: value[picked] for name, value in velocity.items()},
-        index,
-        noise,
-        rule,
-    )
-    merged = {name: value.index_copy(0, picked, drawn[name]) for name, value in after.items()}
-    return merged, scores
-
-
-def _stochastic_step(
-    state: Latents, velocity: Latents, index: int, noise: Latents, rule: SamplingRule
-) -> tuple[Latents, Tensor]:
-    """Draw the next state and score what is stored of it."""
-    noise = _moved(noise, _device(state))
-    taken = (rule.kind, rule.noise_level, state, velocity, index, rule.schedule)
-    step = _reverse(*taken, noise=noise)
-    stored = _stored(step.next_sample)
-    if any(stored[name].dtype != value.dtype for name, value in step.next_sample.items()):
-        step = _reverse(*taken, next_sample=stored)
-    return stored, step.require_log_prob().float()
-
-
-def _reverse(
-    kind: StepKind,
-    noise_level: float,
-    state: Latents,
-    velocity: Latents,
-    index: int,
-    schedule: FlowMatchSchedule,
-    *,
-    noise: Latents | None = None,
-    next_sample: Latents | None = None,
-) -> ReverseStep:
-    """`reverse_step` with all rows at step *index*."""
-    rows = len(next(iter(state.values())))
-    sigma, sigma_next = schedule.at(torch.full((rows,), index))
-    return reverse_step(
-        kind,
-        state,
-        velocity,
-        sigma,
-        sigma_next,
-        sigma_guard=schedule.sigma_guard,
-        noise_level=noise_level,
-        noise=noise,
-        next_sample=next_sample,
-    )
-
-
-def _stored(latents: Latents) -> dict[str, Tensor]:
-    return {name: value.float() for name, value in latents.items()}
-
-
 def _moved(latents: Latents, device: torch.device) -> dict[str, Tensor]:
     return {name: value.to(device) for name, value in latents.items()}
-
-
-def _device(latents: Latents) -> torch.device:
-    return next(iter(latents.values())).device

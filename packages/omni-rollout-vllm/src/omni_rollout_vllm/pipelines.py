@@ -22,11 +22,12 @@ from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.registry import register_diffusion_model
 
 from omni_core.choices import StepKind
+from omni_core.rollout_step import StepRule
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import SamplingSpec
 from omni_rollout_vllm.families import FAMILIES, EngineFamily, Folder
 from omni_rollout_vllm.families.family import Encoded
-from omni_rollout_vllm.recording import PipelineError, RecordingScheduler, StepRule
+from omni_rollout_vllm.recording import PipelineError, RecordingScheduler
 
 KEY = "omni_rollout"
 """Of a request's extra arguments: the row that it is."""

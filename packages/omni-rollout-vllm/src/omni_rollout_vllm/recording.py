@@ -1,4 +1,4 @@
-"""The scheduler that is put in place of a pipeline's own: it steps by core's `reverse_step` and records.
+"""The scheduler that is put in place of a pipeline's own: it steps by core's `rollout_step` and records.
 
 The state is kept here in float32; the pipeline gets a copy in its own precision, and has to bring that
 very copy back. So the one denoising loop is the engine's, and the numbers are core's. Letters: B rows,
@@ -14,25 +14,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from omni_core.choices import StepKind
-from omni_core.reverse_step import Latents, ReverseStep, reverse_step
-from omni_core.schedule import FlowMatchSchedule
-from omni_core.seeds import Shapes, initial_noise_batch, step_noise_batch
+from omni_core.reverse_step import Latents
+from omni_core.rollout_step import StepRule, rollout_step, rows_inside
+from omni_core.seeds import Shapes, initial_noise_batch
 from omni_rollout_vllm.families.family import EngineFamily
 
 
 class PipelineError(RuntimeError):
     """The engine's pipeline does not do what a recorded trajectory supposes."""
-
-
-@attrs.frozen(kw_only=True)
-class StepRule:
-    """How all rows of a batch are denoised."""
-
-    schedule: FlowMatchSchedule
-    kind: StepKind
-    """Of the steps in a row's window; the others are Euler steps."""
-    noise_level: float
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -175,7 +164,18 @@ class RecordingScheduler:
         self._check_sample(sample, index)
         with torch.autocast(self.device.type, enabled=False):
             velocity = self.family.from_engine(_floats(model_output), self.shapes)
-            self.state = self._advance(velocity, index)
+            inside = rows_inside(self.windows, index)
+            self.state, scores = rollout_step(
+                self.rule,
+                self.state,
+                velocity,
+                index,
+                inside=inside,
+                seeds=self.seeds,
+                shapes=self.shapes,
+            )
+        if scores is not None:
+            self._log_probs[torch.tensor(inside, device=self.device), index] = scores
         self._states.append(self.state)
         return (_copy_like(self._held(), sample),)
 
@@ -214,58 +214,6 @@ class RecordingScheduler:
                     "trajectory would not be what the model saw"
                 )
                 raise PipelineError(msg)
-
-    def _advance(self, velocity: Latents, index: int) -> Latents:
-        """Rows inside their window by the rule's kind, the others by Euler."""
-        inside = [row for row, window in enumerate(self.windows) if index in window]
-        if len(inside) == self.rows:
-            state, scores = self._stochastic(self.state, velocity, index, self.seeds)
-            self._log_probs[:, index] = scores
-            return state
-        euler = self._reverse(StepKind.ODE, 0.0, self.state, velocity, index).next_sample
-        if not inside:
-            return euler
-        picked = torch.tensor(inside, device=self.device)
-        drawn, scores = self._stochastic(
-            {name: value[picked] for name, value in self.state.items()},
-            {name: value[picked] for name, value in velocity.items()},
-            index,
-            [self.seeds[row] for row in inside],
-        )
-        self._log_probs[picked, index] = scores
-        return {name: value.index_copy(0, picked, drawn[name]) for name, value in euler.items()}
-
-    def _stochastic(
-        self, state: Latents, velocity: Latents, index: int, seeds: Sequence[int]
-    ) -> tuple[Latents, Tensor]:
-        noise = _moved(step_noise_batch(seeds, index, self.shapes), self.device)
-        step = self._reverse(
-            self.rule.kind, self.rule.noise_level, state, velocity, index, noise=noise
-        )
-        return step.next_sample, step.require_log_prob()
-
-    def _reverse(
-        self,
-        kind: StepKind,
-        noise_level: float,
-        state: Latents,
-        velocity: Latents,
-        index: int,
-        *,
-        noise: Latents | None = None,
-    ) -> ReverseStep:
-        rows = len(next(iter(state.values())))
-        sigma, sigma_next = self.rule.schedule.at(torch.full((rows,), index))
-        return reverse_step(
-            kind,
-            state,
-            velocity,
-            sigma,
-            sigma_next,
-            sigma_guard=self.rule.schedule.sigma_guard,
-            noise_level=noise_level,
-            noise=noise,
-        )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.lora.request import LoRARequest
 
 from omni_core.rollout import WeightMismatchError
-from omni_rollout_vllm.buckets import Bucket, bit_sums
+from omni_rollout_vllm.buckets import Bucket
 from omni_rollout_vllm.weight_names import (
     BASE_LAYER,
     FACTORS,
@@ -185,10 +185,6 @@ class WeightsExtension:
         if loaded != len(names):
             raise mismatch(sorted(set(names))[loaded:], [], sorted(names)[:loaded])
         return list(self._names)
-
-    def omni_weight_sums(self) -> dict[str, int]:
-        """Sum the bits of every parameter of the pipeline."""
-        return bit_sums(list(self.model_runner.pipeline.named_parameters()))
 
     def omni_module_names(self) -> dict[str, Any]:
         """Name the parameters, the adaptable modules and what is packed."""

@@ -26,4 +26,9 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -
         table.add_column(heading, no_wrap=place < 2, overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    console().print(table)
+    screen = console()
+    with screen.capture() as captured:
+        screen.print(table)
+    # Columns are filled up with blanks, which a long cell would make run on for screens.
+    for line in captured.get().splitlines():
+        sys.stdout.write(line.rstrip() + "\n")

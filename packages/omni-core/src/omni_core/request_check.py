@@ -1,0 +1,75 @@
+"""What no rollout can serve, whoever samples: checked before it is queued, with what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from omni_core.choices import StepKind
+from omni_core.trajectory import RolloutRequest, SamplingSpec
+
+
+def check_once(requests: Sequence[RolloutRequest]) -> None:
+    """Check that no samples are requested twice by requests that were submitted together.
+
+    Raises:
+        ValueError: some are; names the group and the samples.
+    """
+    names = Counter((r.group_id, tuple(s.k for s in r.samples)) for r in requests)
+    repeated = [name for name, count in names.items() if count > 1]
+    if repeated:
+        group, ks = repeated[0]
+        msg = f"group {group!r}: samples {list(ks)} were requested more than once"
+        raise ValueError(msg)
+
+
+def check_sampling(spec: SamplingSpec) -> None:
+    """Check schedule, kind and numbers of a spec.
+
+    Raises:
+        ValueError: sigmas that are no schedule, an unknown kind, or a number below 0 or not finite.
+    """
+    spec.schedule()
+    StepKind.parse(spec.kind)
+    for name in ("noise_level", "guidance_scale"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0.0):
+            msg = f"{name} must be a number of at least 0, got {value}"
+            raise ValueError(msg)
+
+
+def check_length(spec: SamplingSpec, length: int) -> None:
+    """Check that prompts are as long as the model is run with.
+
+    Raises:
+        ValueError: they are not; names both lengths.
+    """
+    if spec.max_sequence_length != length:
+        msg = (
+            f"max_sequence_length {spec.max_sequence_length}: the model is run with {length} "
+            "(model.pipeline.max_sequence_length)"
+        )
+        raise ValueError(msg)
+
+
+def check_window(request: RolloutRequest) -> None:
+    """Check that a request's stochastic steps can be drawn and scored.
+
+    Raises:
+        ValueError: steps that do not ascend or reach the last one, or a sampler without noise.
+    """
+    window, spec = request.window, request.sampling
+    if not window:
+        return
+    if list(window) != sorted(set(window)):
+        msg = f"window: steps must ascend, got {list(window)}"
+        raise ValueError(msg)
+    spec.schedule().check_window(window[0], window[-1] + 1, where="window")
+    if StepKind.parse(spec.kind) is StepKind.ODE or spec.noise_level == 0.0:
+        msg = (
+            f"window {list(window)}: kind {spec.kind.value!r} at noise level {spec.noise_level} is "
+            "deterministic and has no log-prob; take a stochastic kind with a noise level above 0, "
+            "or an empty window"
+        )
+        raise ValueError(msg)
