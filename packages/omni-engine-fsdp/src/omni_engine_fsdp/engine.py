@@ -129,14 +129,14 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         sharding.ensure_process_group(self.device)
         self.mesh = sharding.data_parallel_mesh(self.device)
         self.family = find_family(config)
-        read = [
-            teachers.read_teacher(name, path, self.family.expert_names)
-            for name, path in self._teachers.items()
-        ]
         frozen = config.lora is not None
         stored = precision.compute_dtype if frozen else precision.master_dtype
         self.denoiser = self.family.load_denoiser(stored(config.dtype))
         experts = self.denoiser.experts
+        read = [
+            teachers.read_teacher(name, path, tuple(experts))
+            for name, path in self._teachers.items()
+        ]
         for name, expert in experts.items():
             expert.requires_grad_(not frozen)
             self._adapt(name, expert)
