@@ -17,7 +17,8 @@ from omni_core.config import leaves, read_yaml
 from omni_core.recipe import Recipe, Standing
 
 ALGORITHMS = (
-    "awm", "dance_grpo", "dgpo", "diffusion_dpo", "diffusion_nft", "elbo", "flow_dppo", "grpo_guard",
+    "awm", "dance_grpo", "dgpo", "diffusion_dpo", "diffusion_nft", "distillation",
+    "elbo", "flow_dppo", "grpo_guard",
     "mix_grpo", "ram",
 )  # fmt: skip
 NAMES = (
