@@ -107,9 +107,7 @@ def test_case_35_a_failed_worker_is_named_first_and_the_run_can_go_on(folder, ca
     assert "the run is in runs/toy; it has no checkpoint yet" in rest[-1]
 
 
-def test_what_the_model_refuses_is_a_sentence_and_the_name_stays_free(
-    folder, capsys, monkeypatch
-):
+def test_what_the_model_refuses_is_a_sentence_and_the_name_stays_free(folder, capsys, monkeypatch):
     # The config knows of this combination already; what only the model knows takes the worker's road.
     monkeypatch.setattr(FlowGRPOOptions, "mistakes", lambda self, facts: {})
     refused = ["train", "run.yaml", "trainer.steps=1", "model.lora=null", "algorithm.kl_coef=0.1"]
