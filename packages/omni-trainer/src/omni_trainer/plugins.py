@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from omni_core.plugins import Plugin
 from omni_core.recipe import NoOptions
-from omni_trainer.rewards.options import OCRRewardConfig
+from omni_trainer.rewards.options import JPEGRewardConfig, OCRRewardConfig, PythonRewardConfig
 
 ocr = Plugin(
     api=1,
     options=OCRRewardConfig,
     target="omni_trainer.rewards.ocr:OCRReward",
     summary="whether a picture shows the text that its prompt puts in quotes (RapidOCR)",
+)
+
+jpeg_compressibility = Plugin(
+    api=1,
+    options=JPEGRewardConfig,
+    target="omni_trainer.rewards.jpeg:JPEGReward",
+    summary="how small (or large) a picture is as a JPEG file, in kB",
+)
+
+python = Plugin(
+    api=1,
+    options=PythonRewardConfig,
+    target="omni_trainer.rewards.python_file:PythonReward",
+    summary="a function of your own in a file: score(images, prompts, metadata)",
 )
 
 jsonl = Plugin(

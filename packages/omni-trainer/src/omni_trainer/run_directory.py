@@ -172,6 +172,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         algorithm=attrs.evolve(
             config.algorithm, options=config.algorithm_options.with_paths(absolute)
         ),
+        reward=config.reward
+        and attrs.evolve(config.reward, options=config.reward.options.with_paths(absolute)),
         data=attrs.evolve(
             config.data,
             train=absolute(config.data.train),

@@ -22,6 +22,7 @@ from torch import Tensor
 from omni_core.reward import RewardFunction, RewardInput, RewardResult
 from omni_core.trajectory import Media
 from omni_trainer.rewards.options import OCRRewardConfig
+from omni_trainer.rewards.pictures import images_of
 from omni_trainer.targets import RULES
 
 Picture = NDArray[np.uint8]
@@ -108,13 +109,7 @@ class OCRReward(RewardFunction):
             ValueError: there are no images, or not one for each input.
             RuntimeError: `setup` was not called.
         """
-        if media.image is None:
-            msg = "the ocr reward reads images, and the media hold none"
-            raise ValueError(msg)
-        if len(media.image) != len(inputs):
-            msg = f"the ocr reward got {len(media.image)} images for {len(inputs)} inputs"
-            raise ValueError(msg)
-        texts = self.read(media.image)
+        texts = self.read(images_of(media, inputs, self.name))
         return [_result(text, each.target) for text, each in zip(texts, inputs, strict=True)]
 
     def read(self, images: Tensor) -> list[str]:

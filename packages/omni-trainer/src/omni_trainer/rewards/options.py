@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+from collections.abc import Callable
+from typing import Any, Self
 
 import attrs
 
@@ -11,11 +13,23 @@ from omni_trainer.targets import RULES
 
 
 @attrs.frozen(kw_only=True)
-class OCRRewardConfig(RewardConfig):
-    """How pictures are read; a target is taken from the prompt by `target_rule`."""
+class TargetRuleConfig(RewardConfig):
+    """Of rewards whose target may be taken from the prompt by one of our rules."""
 
     target_rule: str | None = attrs.field(default=None)
-    """`quoted` (None): the one part in double quotes; `first_quoted`: the first of several."""
+    """`quoted`: the one part in double quotes; `first_quoted`: the first of several."""
+
+    @target_rule.validator
+    def _known(self, _: Any, value: str | None) -> None:
+        if value is not None and value not in RULES:
+            msg = f"{value!r} is none of {', '.join(RULES)}"
+            raise ValueError(msg)
+
+
+@attrs.frozen(kw_only=True)
+class OCRRewardConfig(TargetRuleConfig):
+    """How pictures are read; a target is taken from the prompt by `target_rule` (None: `quoted`)."""
+
     detect: bool = False
     """Find the lines of text first and read each, for pictures of scenes; without it a picture is
     read as one line, which is right (and several times faster) where the text fills it."""
@@ -24,8 +38,38 @@ class OCRRewardConfig(RewardConfig):
     threads: int = attrs.field(default=1, validator=positive)
     """Threads of one worker's recognition model."""
 
-    @target_rule.validator
-    def _known(self, _: Any, value: str | None) -> None:
-        if value is not None and value not in RULES:
-            msg = f"{value!r} is none of {', '.join(RULES)}"
-            raise ValueError(msg)
+
+class Prefer(enum.StrEnum):
+    """Which files earn more."""
+
+    SMALL = "small"
+    """Pictures that compress well."""
+    LARGE = "large"
+    """Pictures that do not."""
+
+
+@attrs.frozen(kw_only=True)
+class JPEGRewardConfig(RewardConfig):
+    """The size of the picture as a JPEG file, in kilobytes of 1000 bytes."""
+
+    prefer: Prefer = Prefer.SMALL
+    """`small`: the score is minus the size; `large`: it is the size."""
+    quality: int = attrs.field(
+        default=95, validator=[attrs.validators.ge(1), attrs.validators.le(95)]
+    )
+    """Of Pillow's encoder, 1 to 95."""
+
+
+@attrs.frozen(kw_only=True)
+class PythonRewardConfig(TargetRuleConfig):
+    """A function of your own, in a file of your own."""
+
+    path: str
+    """The Python file, relative to the directory that the run is started in (or `package:...`); each
+    process that scores reads it, so on several machines it lies on a shared disk."""
+    function: str = "score"
+    """Its name: `function(images, prompts, metadata)` returns one number for each image."""
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """Change where the file is."""
+        return attrs.evolve(self, path=change(self.path))

@@ -1,0 +1,36 @@
+"""The pictures that a reward is given, checked: one for each input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PIL import Image
+from torch import Tensor
+
+from omni_core.reward import RewardInput
+from omni_core.trajectory import Media
+
+
+def images_of(media: Media, inputs: Sequence[RewardInput], reward: str) -> Tensor:
+    """Return `media.image`: uint8 [B, H, W, 3], RGB.
+
+    Args:
+        media: Finished samples.
+        inputs: One for each sample.
+        reward: Name of who asks, for the error.
+
+    Raises:
+        ValueError: there are no images, or not one for each input.
+    """
+    if media.image is None:
+        msg = f"reward {reward!r} scores images, and the media hold none"
+        raise ValueError(msg)
+    if len(media.image) != len(inputs):
+        msg = f"reward {reward!r} got {len(media.image)} images for {len(inputs)} inputs"
+        raise ValueError(msg)
+    return media.image
+
+
+def pillow_images(images: Tensor) -> list[Image.Image]:
+    """Turn uint8 [B, H, W, 3] into B pictures of mode RGB."""
+    return [Image.fromarray(picture) for picture in images.cpu().numpy()]
