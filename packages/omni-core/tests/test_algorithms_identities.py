@@ -24,7 +24,7 @@ from omni_core.algorithms.diffusion_dpo_options import DiffusionDPOOptions
 from omni_core.algorithms.diffusion_nft import DiffusionNFT, nft_terms, reward_probability
 from omni_core.algorithms.diffusion_nft_options import DiffusionNFTOptions
 from omni_core.algorithms.distillation import Distillation
-from omni_core.algorithms.distillation_options import DistillationOptions
+from omni_core.algorithms.distillation_options import DistillationOptions, TeacherConfig
 from omni_core.algorithms.elbo import Elbo, elbo_terms
 from omni_core.algorithms.elbo_options import ElboOptions
 from omni_core.algorithms.flow_dppo import FlowDPPO
@@ -231,6 +231,16 @@ def test_distillation_is_the_exact_kl_to_the_teacher() -> None:
     assert ((gradient * apart).flatten(1).sum(1) > 0).all()
     equal = Distillation(DistillationOptions()).loss(loss_inputs(apart=0.0))
     assert equal.terms.abs().max() == 0.0
+
+
+def test_the_distance_from_each_of_several_teachers_has_a_name() -> None:
+    teachers = tuple(TeacherConfig(name=name, path="-") for name in ("ocr", "style"))
+    options = DistillationOptions(teachers=teachers, route="teacher")
+    said = Distillation(options).loss(attrs.evolve(loss_inputs(), teacher_place=1)).metrics
+    assert torch.equal(said["teacher_distance/style"], said["teacher_distance"])
+    assert "teacher_distance/ocr" not in said
+    alone = Distillation(DistillationOptions(teachers=teachers[:1])).loss(loss_inputs()).metrics
+    assert sorted(alone) == ["loss", "teacher_distance"]
 
 
 @pytest.mark.parametrize("kind", STOCHASTIC)

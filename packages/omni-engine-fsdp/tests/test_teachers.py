@@ -186,6 +186,26 @@ def test_a_teacher_of_another_base_is_refused(
         student(trained[0], path=other)
 
 
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+def test_a_teacher_beside_another_encoder_or_codec_is_refused(
+    student: Build, tiny_sd3: Path, trained: tuple[Path, Path], tmp_path: Path, part: str
+) -> None:
+    """Only one value of one tensor is another; the same value in another format says nothing."""
+    other = tmp_path / "other"
+    shutil.copytree(tiny_sd3, other)
+    student(trained[0], path=other)
+    file = next((other / part).glob("*.safetensors"))
+    tensors = load_file(file)
+    half = {name: value.half() for name, value in tensors.items()}
+    first = next(iter(tensors.values()))
+    first.view(-1)[0] += 1.0
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"other weights of {part} than model.path has"):
+        student(trained[0], path=other)
+    save_file(half, file, metadata={"format": "pt"})
+    student(trained[0], path=other)
+
+
 def test_files_that_are_no_adapter_are_refused(
     student: Build, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:

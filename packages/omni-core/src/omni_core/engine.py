@@ -132,6 +132,8 @@ class LossInputs:
     """Of the frozen reference, where the loss asked for it (see `needs_reference`)."""
     teacher: StepPrediction | None = None
     """Of the row's own teacher, where the loss asked for it (see `needs_teacher`)."""
+    teacher_place: int = 0
+    """Whose that is: the place among the engine's teachers; all rows of a micro-batch have the same."""
     noise: Latents | None = None
     """modality -> [M, ...]: what the rollout drew these steps with, where the loss asked for it (see
     `needs_noise`)."""

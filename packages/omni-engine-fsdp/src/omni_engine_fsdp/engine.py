@@ -29,6 +29,7 @@ from omni_core.model import Denoiser, ModelFamily
 from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import checkpoint, export, lora, precision, sharding, teachers
+from omni_engine_fsdp.frozen_parts import frozen_parts
 from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
 from omni_engine_fsdp.model_index import find_family
 from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients
@@ -152,6 +153,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             self.copy_adapter(DEFAULT, name)
         for teacher in read:
             teachers.check_base(teacher, self.base_hash, config.dtype.value)
+            teachers.check_parts(teacher, frozen_parts(config.path, tuple(experts)))
         self.teachers = {teacher.name: teacher.digest() for teacher in read}
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)

@@ -3,7 +3,7 @@
 Layout: `pytorch_lora_weights.safetensors` for `pipeline.load_lora_weights(directory)`, with PEFT's
 configuration in its metadata (without it diffusers takes alpha = rank), and `peft/` with
 `adapter_config.json` and `adapter_model.safetensors` for PEFT. An engine of several experts writes one
-`peft/EXPERT/` for each. `base.json` says which weights it was trained on.
+`peft/EXPERT/` for each. `base.json` says which weights it was trained on, and beside which encoders and codec.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import diffusers
 from safetensors.torch import save_file
 from torch import Tensor
 
 from omni_engine_fsdp import lora
+from omni_engine_fsdp.frozen_parts import frozen_parts
 from omni_engine_fsdp.lora import DEFAULT
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 WEIGHTS = "pytorch_lora_weights.safetensors"
 PEFT = "peft"
 BASE = "base.json"
-"""Content hash of the frozen weights, and the format that they had."""
+"""Content hash of the frozen weights, the format that they had, and fingerprints of the other components."""
 PEFT_PREFIX = "base_model.model."
 
 
@@ -51,8 +53,10 @@ def write_adapter(engine: DiffusersFSDPEngine, directory: Path, adapter: str = D
     for name, tensor in engine.get_per_tensor_param(adapter=adapter):
         expert, _, rest = name.partition(".")
         layers[expert][rest] = tensor.float().cpu().contiguous()
-    base = {"hash": engine.base_hash, "dtype": engine.model_config.dtype.value}
+    base: dict[str, Any] = {"hash": engine.base_hash, "dtype": engine.model_config.dtype.value}
     if engine.get_data_parallel_rank() == 0:
+        parts = frozen_parts(engine.model_config.path, tuple(engine.denoiser.experts))
+        base["parts"] = {part: attrs.asdict(found) for part, found in parts.items()}
         directory.mkdir(parents=True, exist_ok=True)
         (directory / BASE).write_text(json.dumps(base) + "\n", encoding="utf-8")
         peft_config = lora.peft_config(config, engine.lora_targets)

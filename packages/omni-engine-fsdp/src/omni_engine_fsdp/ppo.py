@@ -114,6 +114,7 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
                 current=current,
                 reference=reference,
                 teacher=teacher,
+                teacher_place=micro_batch.teacher,
                 noise=self._noise(micro_batch) if needs_noise(loss) else None,
                 old_log_probs=data.trajectory.log_probs[rows, micro_batch.columns].to(log_probs),
                 advantages=data.advantages[rows].to(log_probs),

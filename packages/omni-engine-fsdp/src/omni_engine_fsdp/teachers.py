@@ -20,6 +20,7 @@ from torch import Tensor
 
 from omni_core.options import LoRAConfig
 from omni_engine_fsdp.export import BASE, PEFT, PEFT_PREFIX, WEIGHTS
+from omni_engine_fsdp.frozen_parts import Fingerprint
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
@@ -218,6 +219,32 @@ def check_base(teacher: Teacher, base: str | None, dtype: str) -> None:
         raise teacher.wrong(
             "it was trained on another base: the hash of the weights that it adapts is "
             f"{said.get('hash')}, and those of model.path have {base}"
+        )
+
+
+def check_parts(teacher: Teacher, parts: Mapping[str, Fingerprint]) -> None:
+    """Check that a teacher was trained beside the student's own encoders and codec, where its files say so.
+
+    Args:
+        teacher: As read.
+        parts: Component -> fingerprint, of the student's pipeline.
+
+    Raises:
+        ValueError: a component is another, or only one of the two has it.
+    """
+    said = (_base_of(teacher) or {}).get("parts")
+    if not said or not parts:
+        return
+    theirs = {
+        name: Fingerprint(hash=one["hash"], dtypes=tuple(one["dtypes"]))
+        for name, one in said.items()
+    }
+    unlike = sorted(set(theirs) ^ set(parts))
+    unlike += [name for name in theirs if name in parts and theirs[name].contradicts(parts[name])]
+    if unlike:
+        raise teacher.wrong(
+            f"it was trained beside other weights of {', '.join(unlike)} than model.path has: a teacher "
+            "shares the student's encoders and codec"
         )
 
 

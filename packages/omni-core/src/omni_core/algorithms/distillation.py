@@ -83,9 +83,12 @@ class Distillation(ReverseAlgorithm):
         return attrs.evolve(found, advantages=torch.zeros_like(found.advantages))
 
     def loss(self, inputs: LossInputs) -> LossTerms:
-        """Distance from the teacher."""
+        """Distance from the teacher; with several, each one's own is reported beside the mean."""
         if inputs.teacher is None:
             msg = "the loss needs the teacher's prediction, and the engine gave none"
             raise ValueError(msg)
         terms = distillation_terms(self.options.form, inputs.current, inputs.teacher)
-        return self.finish(inputs, terms, {"teacher_distance": terms.detach()})
+        names = ["teacher_distance"]
+        if len(self.teachers) > 1:
+            names.append(f"teacher_distance/{list(self.teachers)[inputs.teacher_place]}")
+        return self.finish(inputs, terms, dict.fromkeys(names, terms.detach()))
