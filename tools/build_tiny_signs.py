@@ -46,7 +46,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-import tiny_models
+from tiny_models import text
 
 # Axes: B pictures, L text tokens, D channels, H W pixels.
 
@@ -129,13 +129,13 @@ CHARACTERS = string.ascii_letters + string.digits + '"-'
 def clip_tokenizer() -> CLIPTokenizer:
     """Make a byte-pair vocabulary of single characters and the prompts' few words."""
     words = [word for thing in OBJECTS for word in thing.replace("-", " ").split()]
-    return tiny_models.clip_tokenizer(CHARACTERS, ["a", "that", "reads", *words], TOKENS)
+    return text.clip_tokenizer(CHARACTERS, ["a", "that", "reads", *words], TOKENS)
 
 
 def t5_tokenizer() -> T5Tokenizer:
     """Make a unigram vocabulary of single characters and the prompts' few words."""
     words = [word for thing in OBJECTS for word in thing.split()]
-    return tiny_models.t5_tokenizer(CHARACTERS, ["A", "that", "reads", *words], TOKENS)
+    return text.t5_tokenizer(CHARACTERS, ["A", "that", "reads", *words], TOKENS)
 
 
 @attrs.frozen

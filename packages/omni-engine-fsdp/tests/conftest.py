@@ -23,8 +23,7 @@ from omni_core.options import (
     OptimizerConfig,
 )
 from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine
-
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
+from tiny_models.sd3 import build_tiny_sd3
 
 
 def _load(path: Path, name: str) -> ModuleType:
@@ -38,16 +37,9 @@ def _load(path: Path, name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def tiny_models() -> ModuleType:
-    """The builders of tools/tiny_models.py."""
-    return _load(TOOLS / "tiny_models.py", "tools_tiny_models")
-
-
-@pytest.fixture(scope="session")
-def tiny_sd3(tiny_models: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random StableDiffusion3Pipeline: at most 32 x 32 px, scheduler shift 3, float32."""
-    path: Path = tiny_models.build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
-    return path
+    return build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
 
 
 class BuildEngine(Protocol):

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from omni_core.engine import CheckpointError
 from omni_core.options import DType, LoRAConfig
 from omni_engine_fsdp import PPODiffusersFSDPEngine
+from tiny_models.sd3 import build_tiny_sd3
 
 
 def build(build_engine: Any, ranks: ModuleType, path: Path, **options: Any) -> Any:
@@ -213,10 +214,10 @@ def test_a_checkpoint_of_another_kind_says_what_differs(
 
 
 def test_another_base_is_refused(
-    build_engine: Any, ranks: ModuleType, tiny_models: ModuleType, tiny_sd3: Path, tmp_path: Path
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, tmp_path: Path
 ) -> None:
     state = plain(build(build_engine, ranks, tiny_sd3).save_checkpoint(tmp_path / "saved"))
-    base = tiny_models.build_tiny_sd3(tmp_path / "other", seed=1)
+    base = build_tiny_sd3(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="base: checkpoint"):
         build(build_engine, ranks, base).load_checkpoint(tmp_path / "saved", state)
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
@@ -25,6 +24,7 @@ from omni_core.options import (
 )
 from omni_core.schedule import FlowMatchSchedule
 from omni_engine_fsdp.families.sd3 import SD3Conditioning, SD3Denoiser, SD3Family
+from tiny_models.sd3 import build_tiny_sd3
 
 PROMPTS = ["a red sign", 'photo of the sign that reads "42"', "blue"]
 STOCK_SHIFT_3 = [  # NUMERICS: the shift applied twice, as diffusers does on its default path
@@ -313,8 +313,8 @@ def test_the_stock_schedule_is_what_the_stock_pipeline_produces(
     assert torch.equal(found.timesteps, pipeline.scheduler.timesteps)
 
 
-def test_the_stock_schedule_with_shift_1(tiny_models: ModuleType, tmp_path: Path) -> None:
-    path = tiny_models.build_tiny_sd3(tmp_path / "shift1", shift=1.0)
+def test_the_stock_schedule_with_shift_1(tmp_path: Path) -> None:
+    path = build_tiny_sd3(tmp_path / "shift1", shift=1.0)
     family = SD3Family(model_config(path))
     found = family.schedule(DiffusionSamplingConfig(num_inference_steps=10))
     expected = [1.0, 0.889, 0.778, 0.667, 0.556, 0.445, 0.334, 0.223, 0.112, 0.001, 0.0]

@@ -19,6 +19,7 @@ from omni_core.algorithms.distillation_options import DistillationOptions, Teach
 from omni_core.engine import CheckpointError, LossInputs, LossTerms
 from omni_core.options import CheckpointConfig, LoRAConfig, OptimizerConfig
 from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine, sharding
+from tiny_models.sd3 import build_tiny_sd3
 
 Build = Callable[..., PPODiffusersFSDPEngine]
 LORA = LoRAConfig(rank=2, alpha=8.0)
@@ -173,11 +174,11 @@ def test_a_teacher_of_another_rank_scale_or_set_of_targets_is_refused(
 
 
 def test_a_teacher_of_another_base_is_refused(
-    student: Build, tiny_models: ModuleType, trained: tuple[Path, Path], tmp_path: Path
+    student: Build, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Names and shapes are the same; the weights are not."""
     other = tmp_path / "other"
-    tiny_models.build_tiny_sd3(other)
+    build_tiny_sd3(other)
     file = next((other / "transformer").glob("*.safetensors"))
     tensors = load_file(file)
     tensors["proj_out.bias"] = tensors["proj_out.bias"] + 1.0

@@ -29,6 +29,15 @@ class TextLayout(enum.StrEnum):
     """Padding is masked away: the length does not matter."""
 
 
+class GuidanceKind(enum.StrEnum):
+    """What a family makes of a guidance scale."""
+
+    CLASSIFIER_FREE = "classifier-free"
+    """A second forward, of the negative prompt, unless the scale is 1.0."""
+    EMBEDDED = "embedded"
+    """The module takes the scale as an input (a guidance-distilled model): one forward at any scale."""
+
+
 @attrs.frozen(kw_only=True)
 class Guidance:
     """How strongly the prompt is followed."""
@@ -38,7 +47,7 @@ class Guidance:
 
     @property
     def branches(self) -> int:
-        """Forwards of the module that one velocity takes."""
+        """Forwards that one velocity takes where guidance is classifier-free."""
         return 1 if self.scale == 1.0 else 2
 
 
@@ -81,6 +90,18 @@ class Denoiser(ABC):
         """Name the expert that serves a step (two-expert models override this)."""
         del step, schedule
         return next(iter(self.experts))
+
+    def branches(self, guidance: Guidance) -> int:
+        """Count the forwards that one velocity takes (embedded guidance: always one)."""
+        return guidance.branches
+
+    def single_branch(self, guidance: Guidance) -> Guidance:
+        """Return what the conditional branch alone is predicted with, as losses ask that train it alone.
+
+        That is no guidance; where the scale is an input of the module, it stays.
+        """
+        del guidance
+        return NO_GUIDANCE
 
     @abstractmethod
     def velocity(
@@ -149,6 +170,14 @@ class ModelFamily(ABC):
     """`_class_name` values of model_index.json that it serves."""
     text_layout: TextLayout = TextLayout.FIXED
     """What its conditioner does; said here so that it is known before anything is loaded."""
+    guidance: GuidanceKind = GuidanceKind.CLASSIFIER_FREE
+    """What its denoiser makes of a guidance scale."""
+    tasks: tuple[str, ...] = ("text-to-image",)
+    """What it is trained to do."""
+    modalities: tuple[str, ...] = ("image",)
+    """Keys of its latents."""
+    lora_targets: tuple[str, ...] = ()
+    """Of its denoiser, where they do not depend on the weights."""
     expert_names: tuple[str, ...] = ("transformer",)
     """Of its denoiser's `experts`, in their order."""
 

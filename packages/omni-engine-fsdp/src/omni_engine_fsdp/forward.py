@@ -146,7 +146,7 @@ class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
             noised=noise_to(clean, noise, sigma.to(device)),
             step=Step(index=index.to(device), sigma=sigma.to(device)),
             conditioning=trajectory.conditioning.select(prompts).to(device),
-            guidance=guidance_of(micro_batch.needs, micro_batch.data),
+            guidance=guidance_of(micro_batch.needs, micro_batch.data, self.denoiser),
         )
 
     def _velocity(self, inputs: ForwardModelInputs) -> Latents:

@@ -19,7 +19,7 @@ from omni_core.choices import PredictionGuidance
 from omni_core.engine import TrainBatch
 from omni_core.forward_needs import ForwardNeeds
 from omni_core.forward_process import draw_sigmas, forward_noise, unit_seed
-from omni_core.model import NO_GUIDANCE, Denoiser, Guidance
+from omni_core.model import Denoiser, Guidance
 from omni_core.schedule import FlowMatchSchedule
 from omni_engine_fsdp.call_plan import Call, CallPlan, agree, common_counts
 
@@ -83,11 +83,12 @@ class ForwardMicroBatch:
         return torch.tensor([row.unit for row in self.rows])
 
 
-def guidance_of(needs: ForwardNeeds, data: TrainBatch) -> Guidance:
+def guidance_of(needs: ForwardNeeds, data: TrainBatch, denoiser: Denoiser) -> Guidance:
     """Return how strongly the prompt is followed in the loss's predictions."""
+    sampled = Guidance(scale=data.trajectory.effective.guidance_scale)
     if needs.guidance is PredictionGuidance.NONE:
-        return NO_GUIDANCE
-    return Guidance(scale=data.trajectory.effective.guidance_scale)
+        return denoiser.single_branch(sampled)
+    return sampled
 
 
 def step_of(schedule: FlowMatchSchedule, sigma: float) -> int:
@@ -131,7 +132,7 @@ def cut_forward(
     if not any(counts):
         # Nothing counts anywhere: gradients of zero are still gradients.
         counts = tuple(int(expert == routes[0]) for expert in parts)
-    branches = guidance_of(needs, data).branches
+    branches = denoiser.branches(guidance_of(needs, data, denoiser))
     sides = [side for value in trajectory.latents.values() for side in value.shape[2:]]
     calls = (Call(e, (size, branches, *sides), n) for e, n in zip(parts, counts, strict=True) if n)
     said = ", ".join(["current", *(policy.value for policy in needs.others)])

@@ -274,7 +274,7 @@ class EngineRollout(BaseRollout):
                 self.engine.denoiser.route(step, rule.schedule)
                 for step in range(rule.schedule.num_steps)
             ],
-            batch.size * rule.guidance.branches,
+            batch.size * self.engine.denoiser.branches(rule.guidance),
             [side for shape in shapes.values() for side in shape],
         )
 

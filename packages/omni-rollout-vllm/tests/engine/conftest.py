@@ -30,9 +30,9 @@ from omni_core.rollout import RolloutState, WeightUpdate  # noqa: E402
 from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine  # noqa: E402
 from omni_rollout_vllm.options import TimeLimits, VllmOmniRolloutConfig  # noqa: E402
 from omni_rollout_vllm.rollout import VllmOmniRollout  # noqa: E402
+from tiny_models.sd3 import build_tiny_sd3  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-TOOLS = HERE.parents[3] / "tools"
 LIMITS = TimeLimits(start=120.0, batch=60.0, update=60.0, control=60.0)
 RANK, ALPHA = 4, 8.0
 
@@ -50,9 +50,7 @@ def _load(path: Path, name: str) -> ModuleType:
 @pytest.fixture(scope="session")
 def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random StableDiffusion3Pipeline: at most 32 x 32 px, scheduler shift 3, float32."""
-    builders = _load(TOOLS / "tiny_models.py", "tools_tiny_models")
-    path: Path = builders.build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
-    return path
+    return build_tiny_sd3(tmp_path_factory.mktemp("models") / "tiny_sd3")
 
 
 @pytest.fixture(scope="session")

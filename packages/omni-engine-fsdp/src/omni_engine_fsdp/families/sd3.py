@@ -7,75 +7,49 @@ text widths, C H W latents. Source: Esser et al., arXiv 2403.03206.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
-from diffusers.image_processor import VaeImageProcessor
+from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni_core.families.sd3 import SD3Conditioning
-from omni_core.model import (
-    Codec,
-    Conditioner,
-    Denoiser,
-    Guidance,
-    ModelFamily,
-    Step,
-    TextLayout,
-)
-from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.model import Guidance, Step, TextLayout
+from omni_core.options import DiffusionSamplingConfig
 from omni_core.reverse_step import Latents
-from omni_core.schedule import NUM_TRAIN_TIMESTEPS, FlowMatchSchedule
-from omni_core.trajectory import Conditioning, Media
-from omni_engine_fsdp.families.folder import PipelineFolder, quiet_loading
+from omni_core.schedule import FlowMatchSchedule
+from omni_core.trajectory import Conditioning
+from omni_engine_fsdp.families.folder_family import FolderFamily, shift_keywords, sigmas_of
+from omni_engine_fsdp.families.image_codec import IMAGE, KLCodec
+from omni_engine_fsdp.families.text_encoders import StockConditioner
+from omni_engine_fsdp.families.transformer import (
+    JOINT_ATTENTION,
+    TransformerDenoiser,
+    check_scale,
+    conditioning_of,
+    guided,
+    negative_of,
+    twice,
+)
 
-EXPERT = "transformer"
-IMAGE = "image"
 MAX_TEXT = 512
 """T5 tokens that the stock pipeline takes at most."""
 
 
-class SD3Denoiser(Denoiser):
-    """The MMDiT transformer with classifier-free guidance."""
+class SD3Denoiser(TransformerDenoiser):
+    """The MMDiT transformer with classifier-free guidance.
 
-    def __init__(self, transformer: nn.Module, dtype: torch.dtype) -> None:
-        self.transformer = transformer
-        self.dtype = dtype
-        """What latents and conditioning are cast to: the transformer's computation."""
+    LoRA adapts the attention projections of both streams, as Flow-GRPO does (arXiv 2505.05470).
+    """
 
-    @property
-    def experts(self) -> Mapping[str, nn.Module]:
-        """One: `transformer`."""
-        return {EXPERT: self.transformer}
-
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        """The attention projections of both streams, as Flow-GRPO adapts them (arXiv 2505.05470)."""
-        names = "to_q to_k to_v to_out.0 add_q_proj add_k_proj add_v_proj to_add_out"
-        return tuple(f"attn.{name}" for name in names.split())
-
-    def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
-        """Return the transformer blocks."""
-        blocks: Any = expert.transformer_blocks
-        return list(blocks)
+    targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
     ) -> Latents:
         """Predict the velocity as the stock pipeline does: both branches as one batch.
-
-        The timestep stays float32 up to the transformer, which computes its sinusoids in float32
-        and casts those: in bf16 it would be conditioned on 976 instead of 978.26. A wrapper around
-        the transformer must therefore not cast its inputs (FSDP2: `cast_forward_inputs=False`).
 
         Returns:
             `image` -> [B, C, H, W], float32 (float64 where the transformer computes in it); branches
@@ -84,55 +58,36 @@ class SD3Denoiser(Denoiser):
         Raises:
             ValueError: guidance is asked for and there is no negative prompt.
         """
-        if not isinstance(conditioning, SD3Conditioning):
-            raise TypeError(f"expected SD3Conditioning, got {type(conditioning).__name__}")
-        sample = latents[IMAGE].to(self.dtype)
-        timestep = step.timestep
-        text, pooled = conditioning.prompt_embeds, conditioning.pooled
-        guided = guidance.branches == 2
-        if guided:
-            negative, negative_pooled = _negative(conditioning)
-            sample = torch.cat([sample, sample])
-            timestep = torch.cat([timestep, timestep])
-            text = torch.cat([negative, text])
-            pooled = torch.cat([negative_pooled, pooled])
+        own = conditioning_of(conditioning, SD3Conditioning)
+        if self.branches(guidance) == 1:
+            return {
+                IMAGE: self._predict(latents[IMAGE], step.timestep, own.prompt_embeds, own.pooled)
+            }
+        text, pooled = negative_of(own.negative_prompt_embeds, own.negative_pooled)
+        both = self._predict(
+            twice(latents[IMAGE]),
+            twice(step.timestep),
+            torch.cat([text, own.prompt_embeds]),
+            torch.cat([pooled, own.pooled]),
+        )
+        return {IMAGE: guided(both, guidance)}
+
+    def _predict(self, sample: Tensor, timestep: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
         predicted: Tensor = self.transformer(
-            hidden_states=sample,
+            hidden_states=sample.to(self.dtype),
             timestep=timestep,
             encoder_hidden_states=text.to(self.dtype),
             pooled_projections=pooled.to(self.dtype),
             return_dict=False,
         )[0]
-        predicted = predicted.to(torch.float64 if self.dtype == torch.float64 else torch.float32)
-        if guided:
-            unconditional, conditional = predicted.chunk(2)
-            predicted = unconditional + guidance.scale * (conditional - unconditional)
-        return {IMAGE: predicted}
+        return self.widened(predicted)
 
 
-def _negative(conditioning: SD3Conditioning) -> tuple[Tensor, Tensor]:
-    if conditioning.negative_prompt_embeds is None or conditioning.negative_pooled is None:
-        raise ValueError(
-            "guidance needs a negative prompt, and this conditioning was encoded without guidance"
-        )
-    return conditioning.negative_prompt_embeds, conditioning.negative_pooled
-
-
-class SD3Conditioner(Conditioner):
+class SD3Conditioner(StockConditioner):
     """`encode_prompt` of a StableDiffusion3Pipeline that holds tokenizers and frozen encoders alone."""
 
     layout = TextLayout.FIXED
-
-    def __init__(self, pipeline: Any, *, max_sequence_length: int) -> None:
-        self.max_sequence_length = max_sequence_length
-        self._pipeline = pipeline
-        self._device = torch.device("cpu")
-        for encoder in self._encoders():
-            encoder.eval().requires_grad_(False)
-
-    def _encoders(self) -> list[nn.Module]:
-        parts = [self._pipeline.text_encoder, self._pipeline.text_encoder_2]
-        return [*parts, *filter(None, [self._pipeline.text_encoder_3])]
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
     @torch.no_grad()
     def encode(
@@ -143,16 +98,12 @@ class SD3Conditioner(Conditioner):
         Raises:
             ValueError: a guidance scale below 1, which the stock pipeline takes for none.
         """
-        if guidance.scale < 1.0:
-            raise ValueError(
-                f"guidance_scale {guidance.scale}: StableDiffusion3Pipeline guides above 1 only; "
-                "take 1.0 for no guidance"
-            )
-        text, negative, pooled, negative_pooled = self._pipeline.encode_prompt(
+        check_scale(guidance, "StableDiffusion3Pipeline")
+        text, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
             prompt=list(prompts),
             prompt_2=None,
             prompt_3=None,
-            device=self._device,
+            device=self.device,
             do_classifier_free_guidance=guidance.branches == 2,
             negative_prompt=negative_prompt,
             max_sequence_length=self.max_sequence_length,
@@ -164,100 +115,18 @@ class SD3Conditioner(Conditioner):
             negative_pooled=negative_pooled,
         )
 
-    def to(self, device: torch.device | str) -> None:
-        """Move the encoders."""
-        self._device = torch.device(device)
-        for encoder in self._encoders():
-            encoder.to(self._device)
 
-
-class SD3Codec(Codec):
-    """The pipeline's AutoencoderKL, decoding only."""
-
-    def __init__(self, vae: Any, transformer_config: Mapping[str, Any]) -> None:
-        self.vae = vae.eval().requires_grad_(False)
-        self.scale = _vae_scale(vae)
-        self.channels: int = transformer_config["in_channels"]
-        self.unit = self.scale * int(transformer_config["patch_size"])
-        """Sides of a picture are multiples of this, in pixels."""
-        self.largest = self.unit * int(transformer_config["pos_embed_max_size"])
-        """The longest side, in pixels."""
-        self._processor = VaeImageProcessor(vae_scale_factor=self.scale)
-
-    def latent_shapes(self, pipeline: DiffusionPipelineConfig) -> dict[str, tuple[int, ...]]:
-        """`image` -> (C, height / scale, width / scale).
-
-        Raises:
-            ValueError: a side that the family cannot take (names the nearest that it can), or more
-                than one frame.
-        """
-        if pipeline.num_frames != 1:
-            raise ValueError(f"num_frames {pipeline.num_frames}: this family makes images; take 1")
-        mistakes = [
-            said
-            for name, pixels in (("height", pipeline.height), ("width", pipeline.width))
-            if (said := self._side_mistake(name, pixels))
-        ]
-        if mistakes:
-            raise ValueError("; ".join(mistakes))
-        sides = (pipeline.height // self.scale, pipeline.width // self.scale)
-        return {IMAGE: (self.channels, *sides)}
-
-    def _side_mistake(self, name: str, pixels: int) -> str | None:
-        if pixels % self.unit == 0 and 0 < pixels <= self.largest:
-            return None
-        below = min(max(pixels // self.unit * self.unit, self.unit), self.largest)
-        above = min(-(-pixels // self.unit) * self.unit, self.largest)
-        fits = " or ".join(str(side) for side in sorted({below, above}))
-        return (
-            f"{name} {pixels} does not fit: a multiple of {self.unit} up to {self.largest} does; "
-            f"nearest: {fits}"
-        )
-
-    @torch.no_grad()
-    def decode(self, latents: Latents) -> Media:
-        """Decode final latents [B, C, H, W] to the pixels of the stock pipeline's PIL images."""
-        config = self.vae.config
-        sample = latents[IMAGE].to(device=self.vae.device, dtype=self.vae.dtype)
-        pixels = self.vae.decode(
-            sample / config.scaling_factor + config.shift_factor, return_dict=False
-        )[0]
-        pixels = self._processor.postprocess(pixels, output_type="pt").float()
-        return Media(image=(pixels * 255.0).round().to(torch.uint8).permute(0, 2, 3, 1))
-
-    def to(self, device: torch.device | str) -> None:
-        """Move the autoencoder."""
-        self.vae.to(device)
-
-
-def _vae_scale(vae: Any) -> int:
-    scale: int = 2 ** (len(vae.config.block_out_channels) - 1)
-    return scale
-
-
-class SD3Family(ModelFamily):
+class SD3Family(FolderFamily):
     """Loads the parts of a StableDiffusion3Pipeline folder."""
 
+    name = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
-
-    def __init__(self, config: DiffusionModelConfig) -> None:
-        super().__init__(config)
-
-    @cached_property
-    def folder(self) -> PipelineFolder:
-        """The folder at `model.path`, checked to be of this family."""
-        folder = PipelineFolder.open(self.config.path)
-        folder.expect("sd3", self.pipeline_classes)
-        return folder
-
-    @cached_property
-    def _transformer(self) -> Any:
-        return self.folder.skeleton("transformer", SD3Transformer2DModel)
+    transformer_class = SD3Transformer2DModel
+    lora_targets = SD3Denoiser.targets
 
     def load_denoiser(self, dtype: torch.dtype) -> SD3Denoiser:
         """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        transformer = self.folder.load("transformer", SD3Transformer2DModel, dtype=dtype)
-        return SD3Denoiser(transformer, getattr(torch, self.config.dtype.value))
+        return SD3Denoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> SD3Conditioner:
         """Read tokenizers and encoders; without a third encoder, T5's part is zeros as in stock.
@@ -265,38 +134,39 @@ class SD3Family(ModelFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.config.pipeline.max_sequence_length
-        if length > MAX_TEXT:
-            raise ValueError(
-                f"model.pipeline.max_sequence_length {length}: StableDiffusion3Pipeline takes at "
-                f"most {MAX_TEXT}"
-            )
+        length = self.check_text_length(MAX_TEXT)
         for name in ("text_encoder", "text_encoder_2"):
             self.folder.require(name, "CLIPTextModelWithProjection")
-        absent: dict[str, Any] = {"transformer": None}
+        absent: dict[str, Any] = {}
         if "text_encoder_3" in self.folder.components:
             self.folder.require("text_encoder_3", "T5EncoderModel")
         else:
             # T5's width is read off the transformer then, which needs no weights for that.
-            absent = {"transformer": self._transformer, "text_encoder_3": None, "tokenizer_3": None}
-        stock: Any = StableDiffusion3Pipeline
-        with quiet_loading():
-            pipeline = stock.from_pretrained(
-                self.folder.root,
-                **absent,
-                vae=None,
-                image_encoder=None,
-                feature_extractor=None,
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=dtype,
-            )
+            absent = {
+                "transformer": self.transformer_skeleton,
+                "text_encoder_3": None,
+                "tokenizer_3": None,
+            }
+        pipeline = self.load_text_pipeline(
+            StableDiffusion3Pipeline,
+            dtype=dtype,
+            image_encoder=None,
+            feature_extractor=None,
+            **absent,
+        )
         return SD3Conditioner(pipeline, max_sequence_length=length)
 
-    def load_codec(self, dtype: torch.dtype) -> SD3Codec:
+    def load_codec(self, dtype: torch.dtype) -> KLCodec:
         """Read the autoencoder."""
-        vae = self.folder.load("vae", AutoencoderKL, dtype=dtype)
-        return SD3Codec(vae, self._transformer.config)
+        scale, config = self.autoencoder_scale(AutoencoderKL), self.transformer_config
+        unit = scale * int(config["patch_size"])
+        return KLCodec(
+            self.folder.load("vae", AutoencoderKL, dtype=dtype),
+            channels=config["in_channels"],
+            scale=scale,
+            unit=unit,
+            largest=unit * int(config["pos_embed_max_size"]),
+        )
 
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Ask the pipeline's own scheduler, with the resolution's shift where it is dynamic.
@@ -304,33 +174,11 @@ class SD3Family(ModelFamily):
         Since diffusers 0.40 the scheduler's default path applies its shift twice; what stock does is
         what the model is used with, so it is taken as it is.
         """
-        self.folder.require("scheduler", "FlowMatchEulerDiscreteScheduler")
-        stock: Any = FlowMatchEulerDiscreteScheduler
-        scheduler = stock.from_pretrained(
-            self.folder.root, subfolder="scheduler", local_files_only=True
-        )
-        if scheduler.config.num_train_timesteps != NUM_TRAIN_TIMESTEPS:
-            raise ValueError(
-                f"{self.folder.root / 'scheduler'}: num_train_timesteps must be "
-                f"{NUM_TRAIN_TIMESTEPS}, got {scheduler.config.num_train_timesteps}"
-            )
-        keywords = {}
+        scheduler = self.scheduler()
+        dynamic: dict[str, Any] = {}
         if scheduler.config.use_dynamic_shifting:
-            keywords["mu"] = self._dynamic_shift(scheduler.config)
-        scheduler.set_timesteps(sampling.num_inference_steps, **keywords)
-        return FlowMatchSchedule(scheduler.sigmas)
-
-    def _dynamic_shift(self, config: Mapping[str, Any]) -> float:
-        """`mu` of the configured size, as the stock pipeline computes it."""
-        unit = _vae_scale(self.folder.skeleton("vae", AutoencoderKL))
-        unit *= self._transformer.config.patch_size
-        pipeline = self.config.pipeline
-        tokens = (pipeline.height // unit) * (pipeline.width // unit)
-        shift: float = calculate_shift(
-            tokens,
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.16),
-        )
-        return shift
+            unit = self.autoencoder_scale(AutoencoderKL) * self.transformer_config["patch_size"]
+            size = self.config.pipeline
+            tokens = (size.height // unit) * (size.width // unit)
+            dynamic = shift_keywords(scheduler.config, calculate_shift, tokens, most=1.16)
+        return sigmas_of(scheduler, num_inference_steps=sampling.num_inference_steps, **dynamic)

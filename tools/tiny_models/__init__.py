@@ -1,0 +1,30 @@
+"""Pipelines of random weights in the standard diffusers folder layout: what tests and smoke runs need.
+
+Every part is real (classes, tokenizers, files); only the sizes are small: under 1 MB, made in about a
+second after the imports. `python tools/build_tiny_model.py FAMILY DIRECTORY` writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+BUILDERS: Mapping[str, str] = {
+    "sd3": "tiny_models.sd3:build_tiny_sd3",
+}
+"""Model family -> its builder, `build(directory, *, seed=0, dtype=torch.float32)`."""
+
+
+def build_tiny(family: str, directory: Path, **options: Any) -> Path:
+    """Write the tiny pipeline of a family, and return *directory*.
+
+    Args:
+        family: One of `BUILDERS`.
+        directory: Made if missing.
+        options: Of the family's builder: seed, dtype, and what is its own.
+    """
+    module, _, name = BUILDERS[family].partition(":")
+    built: Path = getattr(import_module(module), name)(directory, **options)
+    return built

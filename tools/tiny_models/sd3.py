@@ -1,0 +1,80 @@
+"""A StableDiffusion3Pipeline of random weights: at most 32 x 32 px, sides in multiples of 8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+
+from tiny_models.saved import saved
+from tiny_models.text import (
+    CLIP_DIM,
+    T5_DIM,
+    clip_encoder,
+    clip_tokenizer,
+    t5_encoder,
+    t5_tokenizer,
+)
+
+
+def build_tiny_sd3(
+    directory: Path, *, seed: int = 0, shift: float = 3.0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write a StableDiffusion3Pipeline of random weights.
+
+    Args:
+        directory: Made if missing.
+        seed: Of the weights.
+        shift: Of the scheduler.
+        dtype: What the weights are stored in.
+
+    Returns:
+        *directory*.
+    """
+    return saved(lambda: _sd3(shift), directory, seed=seed, dtype=dtype)
+
+
+def _sd3(shift: float) -> StableDiffusion3Pipeline:
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=8,
+            out_channels=8,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=T5_DIM,
+            caption_projection_dim=32,
+            pooled_projection_dim=2 * CLIP_DIM,
+            pos_embed_max_size=4,
+            qk_norm="rms_norm",
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
+        vae=AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=(8, 16, 16),
+            layers_per_block=1,
+            latent_channels=8,
+            norm_num_groups=4,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            mid_block_add_attention=False,
+            scaling_factor=1.3,
+            shift_factor=0.05,
+        ),
+        text_encoder=clip_encoder(clip, "quick_gelu"),
+        tokenizer=clip,
+        text_encoder_2=clip_encoder(clip, "gelu"),
+        tokenizer_2=clip_tokenizer(),
+        text_encoder_3=t5_encoder(t5),
+        tokenizer_3=t5,
+    )
