@@ -43,6 +43,17 @@ def test_a_large_number_does_not_drown_a_small_one_once_scaled():
     assert batch.tolist() == pytest.approx([-1.0, 1.0, 0.0, 0.0], rel=1e-3)
 
 
+def test_the_terms_of_the_reward_itself_are_what_is_scaled():
+    own = (RewardTerm(name="score"), RewardTerm(name="size", weight=0.5))
+    batch = AlgorithmConfig(reward_scale=RewardScale.BATCH)
+    found = _summed(RESULTS, VALID, GROUPS, batch, own)
+    written = AlgorithmConfig(rewards=own, reward_scale=RewardScale.BATCH)
+    assert found.tolist() == _summed(RESULTS, VALID, GROUPS, written).tolist()
+    # Unscaled, the reward's own sum is its score.
+    plain = _summed(RESULTS, VALID, GROUPS, AlgorithmConfig(), own)
+    assert plain.tolist() == [0.0, 1.0, 0.5, 0.0]
+
+
 def test_a_number_that_is_not_there_is_named():
     with pytest.raises(
         ValueError, match=r"no number named 'taste' \(None\); the reward gives score, size"

@@ -143,6 +143,30 @@ def _tuple_hook(cls: Any) -> Callable[[Any, Any], Any]:
     return hook
 
 
+def _is_mapping(cls: Any) -> bool:
+    return get_origin(cls) in (dict, Mapping) and get_args(cls)[0] is str
+
+
+@converter.register_structure_hook_factory(_is_mapping)
+def _mapping_hook(cls: Any) -> Callable[[Any, Any], dict[str, Any]]:
+    inner: Any = get_args(cls)[1]
+
+    def hook(raw: Any, _: Any) -> dict[str, Any]:
+        if not isinstance(raw, Mapping):
+            msg = f"expected a mapping, got {raw!r}"
+            raise ValueError(msg)
+        mistakes: list[str] = []
+        values = {}
+        for key, value in raw.items():
+            with _collect(mistakes, str(key)):
+                values[converter.structure(key, str)] = converter.structure(value, inner)
+        if mistakes:
+            raise ConfigError(mistakes)
+        return values
+
+    return hook
+
+
 @converter.register_structure_hook_factory(attrs.has)
 def _class_hook(cls: Any) -> Callable[[Any, Any], Any]:
     """Structure field by field, so that one mistake does not hide the others."""
@@ -355,8 +379,9 @@ def merge(
 
     Args:
         layers: The first is overridden by all others.
-        choices: Paths that pick a plugin, with the keys that all plugins of the group take; None
-            takes every mapping with a `name` for one, without such keys.
+        choices: Paths that pick a plugin, with the keys that all plugins of the group take; a last
+            part `*` stands for any key. None takes every mapping with a `name` for one, without such
+            keys.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -373,9 +398,9 @@ def _lay(
     choices: Mapping[str, Collection[str]] | None,
     path: str = "",
 ) -> None:
-    picks = choices is None or path in choices
-    if picks and "name" in over and "name" in base and over["name"] != base["name"]:
-        kept = () if choices is None else choices[path]
+    kept = _kept(path, choices)
+    picks_another = "name" in over and "name" in base and over["name"] != base["name"]
+    if kept is not None and picks_another:
         for key in [key for key in base if key not in kept]:
             del base[key]
             _forget(sources, f"{path}.{key}" if path else str(key))
@@ -391,6 +416,13 @@ def _lay(
             _forget(sources, here)
             base[key] = value
             sources[here] = source
+
+
+def _kept(path: str, choices: Mapping[str, Collection[str]] | None) -> Collection[str] | None:
+    """Keys that stay when the plugin at *path* is swapped; None where no plugin is picked."""
+    if choices is None:
+        return ()
+    return choices.get(path, choices.get(f"{path.rpartition('.')[0]}.*"))
 
 
 def _forget(sources: dict[str, str], path: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import attrs
 
 from omni_core.choices import RewardScale
+from omni_core.reward_parts import Parts, check_parts, parts_with_paths
 
 positive: Any = attrs.validators.gt(0)
 not_negative: Any = attrs.validators.ge(0)
@@ -248,7 +249,7 @@ class AlgorithmConfig:
     updates_per_rollout: int = attrs.field(default=1, validator=positive)
     """Optimizer steps that one rollout is cut into."""
     rewards: tuple[RewardTerm, ...] = ()
-    """What a sample's reward is the weighted sum of; empty is the score alone."""
+    """What a sample's reward is the weighted sum of; empty takes what the reward itself sums."""
     reward_scale: RewardScale = RewardScale.NONE
     """What each of them is centred and divided by first (`reward_sum`)."""
 
@@ -337,8 +338,14 @@ class RewardConfig:
     """Times that a failure which may pass is tried again."""
     target_rule: str | None = None
     """How a row's target is taken from its prompt; None lets the reward decide."""
+    monitors: Parts = attrs.field(factory=dict, validator=check_parts)
+    """Other rewards that are measured and never trained on: name in the metrics -> reward."""
+
+    @property
+    def summed(self) -> tuple[RewardTerm, ...]:
+        """The numbers that the score is the weighted sum of; empty where it is one number."""
+        return ()
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
         """Return the same options, each path of the file system in them changed."""
-        del change
-        return self
+        return attrs.evolve(self, monitors=parts_with_paths(self.monitors, change))

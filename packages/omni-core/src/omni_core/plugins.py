@@ -37,6 +37,7 @@ PROVIDERS: Mapping[tuple[str, str], str] = {
     (REWARDS, "jpeg_compressibility"): "omni-trainer",
     (REWARDS, "ocr"): "omni-trainer",
     (REWARDS, "python"): "omni-trainer",
+    (REWARDS, "weighted"): "omni-trainer",
     (TRACKERS, "jsonl"): "omni-trainer",
     (RECIPES, "quickstart"): "omni-configs",
 }

@@ -49,6 +49,11 @@ class RewardFunction(ABC):
 
     name: str = "reward"
 
+    @property
+    def retried(self) -> int:
+        """Batches that it has tried again by itself, as one made of others does: they are counted too."""
+        return 0
+
     def setup(self) -> None:
         """Load models; called once in the process that scores."""
 

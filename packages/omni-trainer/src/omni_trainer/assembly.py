@@ -22,6 +22,7 @@ from omni_trainer.loop import Trainer
 from omni_trainer.observer import Observer, positions_of
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
+from omni_trainer.rewards.build import build_reward
 from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.run_directory import RANKS, RunDirectory, write_json
 from omni_trainer.workers.actor_rollout_ref import (
@@ -30,7 +31,7 @@ from omni_trainer.workers.actor_rollout_ref import (
     RankFacts,
 )
 from omni_trainer.workers.process import Place
-from omni_trainer.workers.reward import RewardWorker, build_reward
+from omni_trainer.workers.reward import RewardWorker
 
 log = structlog.get_logger()
 

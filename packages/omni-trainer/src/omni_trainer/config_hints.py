@@ -18,15 +18,17 @@ from omni_core.options import (
 from omni_trainer.run_config import RunConfig
 
 CHOICES: Mapping[str, frozenset[str]] = {
-    section: frozenset(field.name for field in attrs.fields(base))
-    for section, base in (
+    path: frozenset(field.name for field in attrs.fields(base))
+    for path, base in (
         ("engine", EngineConfig),
         ("rollout", DiffusionRolloutConfig),
         ("algorithm", AlgorithmConfig),
         ("reward", RewardConfig),
+        ("reward.monitors.*", RewardConfig),
+        ("reward.terms.*", RewardConfig),
     )
 }
-"""Sections that pick a plugin, with the keys that every plugin of the section takes: they stay when
+"""Places that pick a plugin, with the keys that every plugin of the group takes: they stay when
 another one is picked, so that a recipe's rollout is swapped by its name alone."""
 
 ELSEWHERE: Mapping[str, str] = {

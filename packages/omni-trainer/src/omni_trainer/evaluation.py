@@ -71,7 +71,7 @@ class Evaluation:
         found: dict[str, float] = {}
         if scored:
             found["heldout/reward_mean"] = sum(p.mean for p in scored) / len(scored)
-            for name in scored[0].details:
+            for name in sorted({name for p in scored for name in p.details}):
                 values = [p.details[name] for p in scored if name in p.details]
                 found[f"heldout/{name}"] = sum(values) / len(values)
         found["heldout/prompts"] = float(len(scored))

@@ -96,7 +96,9 @@ class Trainer:
     def train(self) -> None:
         """Take one step; its samples are let go when it is done."""
         samples = self.sample()
-        scored = score_step(samples, self.algorithm, self.config.reward_on_error)
+        scored = score_step(
+            samples, self.algorithm, self.config.reward_on_error, self.config.reward_summed
+        )
         self.metrics |= scored.metrics
         self.watch(samples)
         self.update(samples, scored)

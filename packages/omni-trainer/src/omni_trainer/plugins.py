@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from omni_core.plugins import Plugin
 from omni_core.recipe import NoOptions
-from omni_trainer.rewards.options import JPEGRewardConfig, OCRRewardConfig, PythonRewardConfig
+from omni_trainer.rewards.options import (
+    JPEGRewardConfig,
+    OCRRewardConfig,
+    PythonRewardConfig,
+    WeightedRewardConfig,
+)
 
 ocr = Plugin(
     api=1,
@@ -25,6 +30,13 @@ python = Plugin(
     options=PythonRewardConfig,
     target="omni_trainer.rewards.python_file:PythonReward",
     summary="a function of your own in a file: score(images, prompts, metadata)",
+)
+
+weighted = Plugin(
+    api=1,
+    options=WeightedRewardConfig,
+    target="omni_trainer.rewards.weighted:WeightedReward",
+    summary="the weighted sum of several rewards, each reported by itself",
 )
 
 jsonl = Plugin(

@@ -21,6 +21,7 @@ from omni_core.options import (
     OnRewardError,
     OptimizerConfig,
     RewardConfig,
+    RewardTerm,
     not_negative,
     optional_positive,
     positive,
@@ -170,8 +171,18 @@ class RunConfig:
     @property
     def reward_on_error(self) -> OnRewardError:
         """What happens to a sample that has no score."""
-        options: RewardConfig | None = None if self.reward is None else self.reward.options
+        options = self._reward_options
         return OnRewardError.RAISE if options is None else options.on_error
+
+    @property
+    def reward_summed(self) -> tuple[RewardTerm, ...]:
+        """What the reward's score is the weighted sum of, where it is one."""
+        options = self._reward_options
+        return () if options is None else options.summed
+
+    @property
+    def _reward_options(self) -> RewardConfig | None:
+        return None if self.reward is None else self.reward.options
 
     def actor(self) -> DiffusionActorConfig:
         """Everything that the trained policy needs, with what other sections decide filled in."""

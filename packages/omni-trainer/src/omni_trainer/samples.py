@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from omni_core.reward import RewardInput, RewardResult
+from omni_core.reward_parts import RESERVED
 from omni_core.trajectory import TrajectoryInfo
 from omni_trainer.data import PromptRow
 from omni_trainer.group import Ref, Streamed, WorkerGroup
@@ -116,12 +117,23 @@ def reward_input(row: PromptRow) -> RewardInput:
 
 
 def detail_means(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Average the numbers that a reward gave beside its scores; texts are left out."""
+    """Average the numbers that a reward gave beside its scores; texts are left out.
+
+    Raises:
+        ValueError: one has a name that another metric has.
+    """
     found: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.details.items():
             if not isinstance(value, str):
                 found.setdefault(name, []).append(float(value))
+    taken = sorted(found.keys() & set(RESERVED))
+    if taken:
+        msg = (
+            f"a reward gives a number called {taken[0]!r} beside its score, which is the name of a "
+            f"metric (as are {', '.join(RESERVED)})"
+        )
+        raise ValueError(msg)
     return {name: sum(values) / len(values) for name, values in sorted(found.items())}
 
 

@@ -38,8 +38,19 @@ class ScoredStep:
     metrics: dict[str, float]
 
 
-def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) -> ScoredStep:
+def score_step(
+    samples: Samples,
+    algorithm: Algorithm,
+    on_error: OnRewardError,
+    summed: Sequence[RewardTerm] = (),
+) -> ScoredStep:
     """Take the scores of all samples and make advantages of them.
+
+    Args:
+        samples: Scored, or not to be scored at all.
+        algorithm: Says what rewards become.
+        on_error: What happens to a sample without a score.
+        summed: What the reward's own score is the weighted sum of, where it is one.
 
     Raises:
         UnscoredError: a sample has no score and *on_error* is `raise`; or none has one.
@@ -63,7 +74,7 @@ def score_step(samples: Samples, algorithm: Algorithm, on_error: OnRewardError) 
     valid = [
         result.ok and group not in dropped for group, result in zip(groups, results, strict=True)
     ]
-    rewards = _summed(results, valid, groups, algorithm.options)
+    rewards = _summed(results, valid, groups, algorithm.options, summed)
     found = algorithm.advantages(rewards, groups, torch.tensor(valid))
     kept = [result for result, ok in zip(results, valid, strict=True) if ok]
     metrics = {
@@ -84,13 +95,15 @@ def _summed(
     valid: Sequence[bool],
     groups: Sequence[str],
     options: AlgorithmConfig,
+    summed: Sequence[RewardTerm] = (),
 ) -> Tensor:
     """What each sample is judged by: float64 [B].
 
     Raises:
         ValueError: the reward gives no number of a name that is asked for; lists those that it gives.
     """
-    terms = options.rewards or (RewardTerm(name=SCORE),)
+    scaled = options.reward_scale is not RewardScale.NONE
+    terms = options.rewards or (scaled and summed) or (RewardTerm(name=SCORE),)
     rewards = {
         term.name: torch.tensor(
             [
@@ -101,7 +114,7 @@ def _summed(
         )
         for term in terms
     }
-    if not options.rewards and options.reward_scale is RewardScale.NONE:
+    if not options.rewards and not scaled:
         return rewards[SCORE]
     weights = {term.name: term.weight for term in terms}
     return weighted_reward_sum(

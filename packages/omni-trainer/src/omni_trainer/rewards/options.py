@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import attrs
 
-from omni_core.options import RewardConfig, positive
+from omni_core.options import RewardConfig, RewardTerm, positive
+from omni_core.reward_parts import Parts, check_parts, parts_with_paths
 from omni_trainer.targets import RULES
 
 
@@ -72,4 +73,32 @@ class PythonRewardConfig(TargetRuleConfig):
 
     def with_paths(self, change: Callable[[str], str]) -> Self:
         """Change where the file is."""
-        return attrs.evolve(self, path=change(self.path))
+        return attrs.evolve(super().with_paths(change), path=change(self.path))
+
+
+@attrs.frozen(kw_only=True)
+class WeightedRewardConfig(RewardConfig):
+    """Several rewards, summed; each is also reported by itself."""
+
+    terms: Parts = attrs.field(validator=[attrs.validators.min_len(1), check_parts])
+    """Name in the metrics -> reward."""
+    weights: Mapping[str, float] = attrs.field(factory=dict)
+    """Of the terms, by their names; 1 for one that is not named."""
+
+    def __attrs_post_init__(self) -> None:
+        unknown = [name for name in self.weights if name not in self.terms]
+        if unknown:
+            msg = f"weights are for {', '.join(unknown)}; the terms are {', '.join(self.terms)}"
+            raise ValueError(msg)
+
+    @property
+    def summed(self) -> tuple[RewardTerm, ...]:
+        """The terms with their weights."""
+        return tuple(
+            RewardTerm(name=name, weight=self.weights.get(name, 1.0)) for name in self.terms
+        )
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """Change the paths of every term."""
+        whole = super().with_paths(change)
+        return attrs.evolve(whole, terms=parts_with_paths(self.terms, change))

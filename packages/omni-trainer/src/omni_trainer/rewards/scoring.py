@@ -24,7 +24,7 @@ FIRST_WAIT = 0.1
 LONGEST_WAIT = 10.0
 
 
-@attrs.define
+@attrs.define(kw_only=True)
 class ScoreCounts:
     """What a scorer has done since it was made."""
 
@@ -49,7 +49,7 @@ class Scorer:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.reward = reward
-        self.counts = ScoreCounts()
+        self._counts = ScoreCounts()
         self._retries = retries
         self._sleep = sleep
 
@@ -69,10 +69,16 @@ class Scorer:
         start = time.perf_counter()
         results = check_scores(self._try(media, inputs), len(inputs), self.reward.name)
         failed = sum(not result.ok for result in results)
-        self.counts.failed += failed
-        self.counts.scored += len(results) - failed
-        self.counts.seconds += time.perf_counter() - start
+        self._counts.failed += failed
+        self._counts.scored += len(results) - failed
+        self._counts.seconds += time.perf_counter() - start
         return results
+
+    @property
+    def counts(self) -> ScoreCounts:
+        """What was done so far; the retries of a reward's parts are among the retries."""
+        retries = self._counts.retries + self.reward.retried
+        return attrs.evolve(self._counts, retries=retries)
 
     def close(self) -> None:
         """Free what the reward loaded."""
@@ -85,7 +91,7 @@ class Scorer:
             except RetryableRewardError as exc:
                 error = f"reward {self.reward.name!r}: {exc}"
             if attempt < self._retries:
-                self.counts.retries += 1
+                self._counts.retries += 1
                 log.warning("reward.retry", error=error, attempt=attempt + 1, of=self._retries)
                 self._sleep(min(FIRST_WAIT * 2**attempt, LONGEST_WAIT))
         return [RewardResult.failed(f"{error} (tried {attempt + 1} times)") for _ in inputs]

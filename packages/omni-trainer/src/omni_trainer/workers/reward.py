@@ -6,17 +6,11 @@ import random
 from collections.abc import Sequence
 
 from omni_core.options import RewardConfig
-from omni_core.plugins import REWARDS, registry
-from omni_core.reward import RewardFunction, RewardInput, RewardResult
+from omni_core.reward import RewardInput, RewardResult
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Trajectory
+from omni_trainer.rewards.build import build_reward
 from omni_trainer.rewards.scoring import ScoreCounts, Scorer
-
-
-def build_reward(name: str, options: RewardConfig) -> RewardFunction:
-    """Build the reward plugin *name* (its models are not loaded yet)."""
-    built: RewardFunction = registry(REWARDS).get(name).build(options)
-    return built
 
 
 class RewardWorker:
