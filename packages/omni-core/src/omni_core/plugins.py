@@ -34,6 +34,7 @@ PROVIDERS: Mapping[tuple[str, str], str] = {
     (ROLLOUTS, "engine"): "omni-engine-fsdp",
     (ROLLOUTS, "vllm_omni"): "omni-rollout-vllm",
     (MODELS, "sd3"): "omni-engine-fsdp",
+    (REWARDS, "http"): "omni-trainer",
     (REWARDS, "jpeg_compressibility"): "omni-trainer",
     (REWARDS, "ocr"): "omni-trainer",
     (REWARDS, "python"): "omni-trainer",

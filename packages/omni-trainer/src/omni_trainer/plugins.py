@@ -5,6 +5,7 @@ from __future__ import annotations
 from omni_core.plugins import Plugin
 from omni_core.recipe import NoOptions
 from omni_trainer.rewards.options import (
+    HTTPRewardConfig,
     JPEGRewardConfig,
     OCRRewardConfig,
     PythonRewardConfig,
@@ -16,6 +17,13 @@ ocr = Plugin(
     options=OCRRewardConfig,
     target="omni_trainer.rewards.ocr:OCRReward",
     summary="whether a picture shows the text that its prompt puts in quotes (RapidOCR)",
+)
+
+http = Plugin(
+    api=1,
+    options=HTTPRewardConfig,
+    target="omni_trainer.rewards.http:HTTPReward",
+    summary="what a server answers to pictures and prompts in JSON",
 )
 
 jpeg_compressibility = Plugin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import attrs
 
@@ -74,6 +75,38 @@ class PythonRewardConfig(TargetRuleConfig):
     def with_paths(self, change: Callable[[str], str]) -> Self:
         """Change where the file is."""
         return attrs.evolve(super().with_paths(change), path=change(self.path))
+
+
+class ImageFormat(enum.StrEnum):
+    """How a picture is sent."""
+
+    PNG = "png"
+    """Exact."""
+    JPEG = "jpeg"
+    """Of quality 95: several times smaller, and not the picture itself."""
+
+
+@attrs.frozen(kw_only=True)
+class HTTPRewardConfig(TargetRuleConfig):
+    """A server that scores: `omni_trainer.rewards.http` says what it is sent and answers."""
+
+    url: str = attrs.field()
+    """Where batches are posted to: http:// or https://, without credentials."""
+    timeout: float = attrs.field(default=60.0, validator=positive)
+    """Seconds to connect, and to wait for the answer to one batch."""
+    format: ImageFormat = ImageFormat.PNG
+    token_variable: str | None = None
+    """Environment variable whose value goes along as a bearer token; it is in no config and no log."""
+
+    @url.validator
+    def _is_one(self, _: Any, value: str) -> None:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            msg = f"expected http://... or https://..., got {value!r}"
+            raise ValueError(msg)
+        if parts.username is not None or parts.password is not None:
+            msg = "holds credentials, and the config is saved with the run: take reward.token_variable"
+            raise ValueError(msg)
 
 
 @attrs.frozen(kw_only=True)
