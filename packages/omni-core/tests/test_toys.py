@@ -173,6 +173,35 @@ def push(engine: ToyEngine, *, version: int) -> WeightUpdate:
     return WeightUpdate(version=version, tensors=tensors, alpha_over_rank=2.0)
 
 
+CLIPS = attrs.evolve(
+    LORA, family="toy_clips", pipeline=attrs.evolve(PIPELINE, num_frames=3, frame_rate=8.0)
+)
+
+
+def clip_spec() -> SamplingSpec:
+    return attrs.evolve(spec(), num_frames=3, frame_rate=8.0)
+
+
+@pytest.mark.usefixtures("toys")
+class TestToyEngineOnTwoModalities(TestToyEngine):
+    model = CLIPS
+
+    @pytest.fixture
+    def sampling(self) -> SamplingSpec:
+        return clip_spec()
+
+
+@pytest.mark.usefixtures("toys")
+class TestToyRolloutOfTwoModalities(TestToyRollout):
+    @pytest.fixture
+    def engine(self) -> ToyEngine:
+        return make_engine(CLIPS)
+
+    @pytest.fixture
+    def sampling(self) -> SamplingSpec:
+        return clip_spec()
+
+
 class TestToyReward(RewardSuite):
     tolerance = 0.0
 
@@ -269,6 +298,34 @@ def test_a_toy_run_learns() -> None:
         means.append(float(rewards.mean()))
     assert engine.weight_version == 16
     assert sum(means[-4:]) / 4 > sum(means[:4]) / 4 + 0.1, means
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_clip_is_a_video_with_its_sound_and_both_are_in_the_log_prob() -> None:
+    engine = make_engine(CLIPS)
+    trajectory = Trajectory.concat(make_rollout(engine).generate(requests_for(clip_spec())))
+    media = trajectory.media
+    assert media is not None
+    assert media.image is None
+    assert media.video is not None
+    assert media.audio is not None
+    assert (media.video.shape, media.video.dtype) == ((6, 3, 16, 12, 3), torch.uint8)
+    assert (media.audio.shape, media.audio.dtype) == ((6, 1, 18), torch.float32)
+    assert (media.frame_rate, media.audio_rate) == (8.0, 48)
+    scores = ToyReward(ToyRewardConfig()).score(media, [RewardInput(prompt="a sign")] * 6)
+    assert {*scores[0].details} == {"brightness", "loudness"}
+    for modality in ("video", "audio"):
+        moved = dict(trajectory.latents)
+        moved[modality] = moved[modality] + 1e-2 * torch.randn(moved[modality].shape)
+        found = engine.replay(attrs.evolve(trajectory, latents=moved))
+        assert (found - trajectory.log_probs).abs().min() > 0
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_second_guidance_scale_needs_something_to_guide() -> None:
+    asked = requests_for(attrs.evolve(spec(), guidance_scale_2=2.0))
+    with pytest.raises(ValueError, match=r"guidance_scale_2 2\.0: this family has one"):
+        make_rollout(make_engine()).submit(asked)
 
 
 # -- what the suites do not see -------------------------------------------------------------------

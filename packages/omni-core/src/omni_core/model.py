@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
-from omni_core.trajectory import Conditioning, Media
+from omni_core.trajectory import Conditioning, Media, SamplingSpec
 
 
 class TextLayout(enum.StrEnum):
@@ -44,11 +44,23 @@ class Guidance:
 
     scale: float
     """1.0: one conditional branch, no classifier-free guidance."""
+    second_scale: float | None = None
+    """Of what the family names as `ModelFamily.second_guidance`; None takes `scale`."""
+
+    @classmethod
+    def of(cls, spec: SamplingSpec) -> Guidance:
+        """Return the guidance that samples of a spec are drawn with."""
+        return cls(scale=spec.guidance_scale, second_scale=spec.guidance_scale_2)
+
+    @property
+    def second(self) -> float:
+        """The second scale, or the one that there is."""
+        return self.scale if self.second_scale is None else self.second_scale
 
     @property
     def branches(self) -> int:
         """Forwards that one velocity takes where guidance is classifier-free."""
-        return 1 if self.scale == 1.0 else 2
+        return 1 if self.scale == self.second == 1.0 else 2
 
 
 NO_GUIDANCE = Guidance(scale=1.0)
@@ -180,6 +192,8 @@ class ModelFamily(ABC):
     """Of its denoiser, where they do not depend on the weights."""
     expert_names: tuple[str, ...] = ("transformer",)
     """Of its denoiser's `experts`, in their order."""
+    second_guidance: str | None = None
+    """What `guidance_scale_2` is the scale of; None where the family knows one scale alone."""
 
     def __init__(self, config: DiffusionModelConfig) -> None:
         self.config = config

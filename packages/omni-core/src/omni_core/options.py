@@ -77,6 +77,8 @@ class DiffusionPipelineConfig:
     """Text tokens; families that attend to their padding become another model at another length."""
     num_frames: int = attrs.field(default=1, validator=positive)
     """Video frames; 1 for images."""
+    frame_rate: float = attrs.field(default=24.0, validator=positive)
+    """Video frames a second; families of video with sound are conditioned on it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -184,6 +186,10 @@ class DiffusionSamplingConfig:
     num_inference_steps: int = attrs.field(default=10, validator=positive)
     guidance_scale: float = attrs.field(default=4.5, validator=not_negative)
     """Classifier-free guidance; 1.0 means none, and is reported as 1.0."""
+    guidance_scale_2: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(not_negative)
+    )
+    """Of the low-noise expert (Wan2.2) or of the audio (LTX-2); None takes `guidance_scale`."""
     negative_prompt: str = ""
     schedule: ScheduleSource = ScheduleSource.STOCK
     shift: float = attrs.field(default=1.0, validator=positive)

@@ -32,11 +32,43 @@ def check_sampling(spec: SamplingSpec) -> None:
     """
     spec.schedule()
     StepKind.parse(spec.kind)
-    for name in ("noise_level", "guidance_scale"):
+    for name in ("noise_level", "guidance_scale", "guidance_scale_2"):
         value = getattr(spec, name)
-        if not (math.isfinite(value) and value >= 0.0):
+        if value is not None and not (math.isfinite(value) and value >= 0.0):
             msg = f"{name} must be a number of at least 0, got {value}"
             raise ValueError(msg)
+
+
+def check_guidance(spec: SamplingSpec, second: str | None) -> None:
+    """Check that a second guidance scale has something to guide.
+
+    Args:
+        spec: Asked for.
+        second: `ModelFamily.second_guidance`.
+
+    Raises:
+        ValueError: the family knows one scale alone.
+    """
+    if spec.guidance_scale_2 is not None and second is None:
+        msg = (
+            f"guidance_scale_2 {spec.guidance_scale_2}: this family has one guidance scale; leave "
+            "guidance_scale_2 out"
+        )
+        raise ValueError(msg)
+
+
+def check_frame_rate(spec: SamplingSpec, frame_rate: float) -> None:
+    """Check that videos are as fast as the model is run with.
+
+    Raises:
+        ValueError: they are not; names both rates.
+    """
+    if spec.frame_rate != frame_rate:
+        msg = (
+            f"frame_rate {spec.frame_rate}: the model is run with {frame_rate} "
+            "(model.pipeline.frame_rate)"
+        )
+        raise ValueError(msg)
 
 
 def check_length(spec: SamplingSpec, length: int) -> None:

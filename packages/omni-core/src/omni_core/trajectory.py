@@ -46,10 +46,14 @@ class SamplingSpec:
     """The schedule's float32 values, T+1 of them."""
     guidance_scale: float
     """1.0 means no classifier-free guidance."""
+    guidance_scale_2: float | None = None
+    """The family's second scale (`ModelFamily.second_guidance`); None is `guidance_scale`."""
     height: int
     width: int
     max_sequence_length: int
     num_frames: int = 1
+    frame_rate: float = 24.0
+    """Video frames a second; of pictures it says nothing."""
     negative_prompt: str = ""
     kind: StepKind
     noise_level: float
@@ -168,6 +172,8 @@ class Media(TensorRecord):
     """uint8 [B, H, W, 3], RGB."""
     video: Tensor | None = None
     """uint8 [B, F, H, W, 3], RGB."""
+    frame_rate: float | None = None
+    """Of the video: frames a second."""
     audio: Tensor | None = None
     """float32 [B, channels, samples], -1 to 1."""
     audio_rate: int | None = None

@@ -85,7 +85,7 @@ class ForwardMicroBatch:
 
 def guidance_of(needs: ForwardNeeds, data: TrainBatch, denoiser: Denoiser) -> Guidance:
     """Return how strongly the prompt is followed in the loss's predictions."""
-    sampled = Guidance(scale=data.trajectory.effective.guidance_scale)
+    sampled = Guidance.of(data.trajectory.effective)
     if needs.guidance is PredictionGuidance.NONE:
         return denoiser.single_branch(sampled)
     return sampled

@@ -94,7 +94,7 @@ def cut(
         # Nothing counts anywhere: gradients of zero are still gradients.
         first = next(key for key in parts if key[0] in expert_of)
         counts = tuple(int(key == first) for key in parts)
-    branches = denoiser.branches(Guidance(scale=trajectory.effective.guidance_scale))
+    branches = denoiser.branches(Guidance.of(trajectory.effective))
     shape = (size, branches, *_latent_shape(trajectory.latents))
     calls = (Call(e, shape, n) for (e, _), n in zip(parts, counts, strict=True) if n)
     agree(CallPlan(phase=phase, calls=tuple(calls)), group)

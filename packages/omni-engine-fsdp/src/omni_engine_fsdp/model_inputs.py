@@ -63,7 +63,7 @@ def gather(
         },
         step=Step(index=steps.to(device), sigma=sigma.to(device)),
         conditioning=trajectory.conditioning.select(prompts).to(device),
-        guidance=Guidance(scale=trajectory.effective.guidance_scale),
+        guidance=Guidance.of(trajectory.effective),
         sigma=sigma,
         sigma_next=sigma_next,
         sigma_guard=schedule.sigma_guard,

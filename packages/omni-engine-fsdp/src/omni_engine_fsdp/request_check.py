@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from omni_core.options import DiffusionPipelineConfig
-from omni_core.request_check import check_length, check_once, check_sampling, check_window
+from omni_core.request_check import (
+    check_frame_rate,
+    check_guidance,
+    check_length,
+    check_once,
+    check_sampling,
+    check_window,
+)
 from omni_core.trajectory import RolloutRequest, SamplingSpec
 
 LatentShapes = Callable[[DiffusionPipelineConfig], object]
@@ -20,6 +27,7 @@ def pipeline_of(spec: SamplingSpec) -> DiffusionPipelineConfig:
         width=spec.width,
         max_sequence_length=spec.max_sequence_length,
         num_frames=spec.num_frames,
+        frame_rate=spec.frame_rate,
     )
 
 
@@ -56,5 +64,7 @@ def check_requests(
 
 def _check_spec(spec: SamplingSpec, engine: Any, latent_shapes: LatentShapes) -> None:
     check_sampling(spec)
+    check_guidance(spec, engine.family.second_guidance)
+    check_frame_rate(spec, engine.model_config.pipeline.frame_rate)
     check_length(spec, engine.model_config.pipeline.max_sequence_length)
     latent_shapes(pipeline_of(spec))

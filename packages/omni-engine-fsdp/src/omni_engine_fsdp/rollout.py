@@ -261,7 +261,7 @@ class EngineRollout(BaseRollout):
             conditioning = self.encode(
                 list(places),
                 negative_prompt=likeness.sampling.negative_prompt,
-                guidance=Guidance(scale=likeness.sampling.guidance_scale),
+                guidance=Guidance.of(likeness.sampling),
             )
             job.encoded[likeness] = _Encoded(conditioning=conditioning, places=places)
         return queue
@@ -325,10 +325,12 @@ class EngineRollout(BaseRollout):
         return SamplingSpec(
             sigmas=rule.schedule.values(),
             guidance_scale=rule.guidance.scale,
+            guidance_scale_2=rule.guidance.second_scale,
             height=size.height,
             width=size.width,
             max_sequence_length=self.engine.model_config.pipeline.max_sequence_length,
             num_frames=size.num_frames,
+            frame_rate=self.engine.model_config.pipeline.frame_rate,
             negative_prompt=batch.likeness.sampling.negative_prompt,
             kind=rule.kind,
             noise_level=rule.noise_level,
@@ -339,7 +341,7 @@ def rule_of(spec: SamplingSpec) -> SamplingRule:
     """Return how a spec's rows are denoised."""
     return SamplingRule(
         schedule=spec.schedule(),
-        guidance=Guidance(scale=spec.guidance_scale),
+        guidance=Guidance.of(spec),
         kind=StepKind.parse(spec.kind),
         noise_level=spec.noise_level,
     )

@@ -6,7 +6,13 @@ from collections.abc import Collection, Sequence
 
 import attrs
 
-from omni_core.request_check import check_length, check_once, check_sampling, check_window
+from omni_core.request_check import (
+    check_guidance,
+    check_length,
+    check_once,
+    check_sampling,
+    check_window,
+)
 from omni_core.trajectory import RolloutRequest, SamplingSpec
 from omni_rollout_vllm.families import EngineFamily, Folder
 
@@ -44,6 +50,7 @@ def check_requests(requests: Sequence[RolloutRequest], served: Served) -> None:
 
 def _check_spec(spec: SamplingSpec, served: Served) -> None:
     check_sampling(spec)
+    check_guidance(spec, second=None)
     if spec.guidance_scale < served.family.least_guidance:
         msg = (
             f"guidance_scale {spec.guidance_scale}: {served.family.pipeline_class} guides above "

@@ -35,10 +35,12 @@ def sampling_spec(
     return SamplingSpec(
         sigmas=tuple(sigmas),
         guidance_scale=sampling.guidance_scale,
+        guidance_scale_2=sampling.guidance_scale_2,
         height=pipeline.height,
         width=pipeline.width,
         max_sequence_length=pipeline.max_sequence_length,
         num_frames=pipeline.num_frames,
+        frame_rate=pipeline.frame_rate,
         negative_prompt=sampling.negative_prompt,
         kind=StepKind.parse(kind),
         noise_level=noise_level,

@@ -413,7 +413,7 @@ def _retake(trajectory: Trajectory, step: int, velocity: Velocity, *, score: boo
             before,
             Step(index=index, sigma=sigma),
             trajectory.expanded_conditioning(),
-            Guidance(scale=spec.guidance_scale),
+            Guidance.of(spec),
         )
     return reverse_step(
         spec.kind if score else StepKind.ODE,

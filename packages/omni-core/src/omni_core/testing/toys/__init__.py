@@ -1,7 +1,8 @@
 """The smallest honest implementation of every contract: plain torch, one process, no files.
 
 `register_toys()` offers it under the names engine `diffusion.toy`, rollout `toy`, model `toy` and reward
-`toy`. A run of the toys names `model: {path: toy, family: toy}` and a size that is a multiple of 4.
+`toy`. A run of the toys names `model: {path: toy, family: toy}` and a size that is a multiple of 4. The
+model `toy_clips` makes videos with sound: two modalities, sampled, scored and trained as one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 from omni_core.testing.toys.plugins import register_toys, unregister_toys
 
 _HOMES = {
+    "ToyClipCodec": "clips",
+    "ToyClipFamily": "clips",
     "ToyCodec": "family",
     "ToyConditioner": "family",
     "ToyConditioning": "family",

@@ -90,7 +90,8 @@ class ToyTransformer(nn.Module):
                 hidden = block(hidden)
         clean = 0.5 * pixels + self.head(hidden)
         velocity: Tensor = (pixels - clean) / sigma.clamp_min(0.1)[:, None, None]
-        return velocity.transpose(1, 2).reshape(sample.shape)
+        # No view: FSDP2 hangs its hooks on what a module returns.
+        return velocity.transpose(1, 2).reshape(sample.shape).clone()
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -104,7 +105,8 @@ class ToyConditioning(Conditioning):
 
 
 class ToyDenoiser(Denoiser):
-    """One expert; both guidance branches are one batch."""
+    """One expert, to which the values of all modalities are one row of pixels; both guidance branches
+    are one batch."""
 
     def __init__(self, transformer: ToyTransformer, dtype: torch.dtype) -> None:
         self.transformer = transformer
@@ -130,7 +132,9 @@ class ToyDenoiser(Denoiser):
     ) -> Latents:
         """Predict the velocity: float32, or float64 where that is computed in."""
         assert isinstance(conditioning, ToyConditioning)
-        sample = latents["image"].to(self.dtype)
+        sample = torch.cat([v.flatten(2) for v in latents.values()], dim=2)[..., None].to(
+            self.dtype
+        )
         timestep = step.timestep
         if guidance.branches == 1:
             velocity = self.transformer(sample, timestep, conditioning.text)
@@ -142,7 +146,10 @@ class ToyDenoiser(Denoiser):
             both = self.transformer(sample.repeat(2, 1, 1, 1), timestep.repeat(2), text)
             prompted, free = both.chunk(2)
             velocity = free + guidance.scale * (prompted - free)
-        return {"image": velocity.to(torch.promote_types(velocity.dtype, torch.float32))}
+        velocity = velocity.to(torch.promote_types(velocity.dtype, torch.float32))[..., 0]
+        parts = velocity.split([v[0, 0].numel() for v in latents.values()], dim=2)
+        shaped = zip(latents.items(), parts, strict=True)
+        return {name: part.reshape(like.shape) for (name, like), part in shaped}
 
 
 class ToyConditioner(Conditioner):
@@ -185,6 +192,9 @@ class ToyCodec(Codec):
 
     def latent_shapes(self, pipeline: DiffusionPipelineConfig) -> dict[str, tuple[int, ...]]:
         """Modality -> (C, H, W)."""
+        if pipeline.num_frames != 1:
+            msg = f"num_frames {pipeline.num_frames}: this family makes images; take 1"
+            raise ValueError(msg)
         if pipeline.height % SCALE or pipeline.width % SCALE:
             msg = (
                 f"toy pictures are multiples of {SCALE} pixels on each side, got "
@@ -227,7 +237,7 @@ class ToyFamily(ModelFamily):
         del dtype
         return ToyConditioner(self.config.pipeline.max_sequence_length)
 
-    def load_codec(self, dtype: torch.dtype) -> ToyCodec:
+    def load_codec(self, dtype: torch.dtype) -> Codec:
         """Make the codec (float32 whatever *dtype* is)."""
         del dtype
         return ToyCodec()

@@ -95,7 +95,7 @@ def predict_velocity(
     """The one call of the module, in sampling, replay and training: modality -> [M, ...]."""
     sigma, _ = spec.schedule().at(index)
     step = Step(index=index, sigma=sigma)
-    return denoiser.velocity(latents, step, conditioning, Guidance(scale=spec.guidance_scale))
+    return denoiser.velocity(latents, step, conditioning, Guidance.of(spec))
 
 
 def score(

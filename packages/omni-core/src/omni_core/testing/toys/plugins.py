@@ -28,11 +28,17 @@ TOYS: dict[tuple[str, str], Plugin] = {
         target=f"{_HERE}.family:ToyFamily",
         summary="a per-pixel MLP over 4 times smaller latents, made from its path",
     ),
+    (MODELS, "toy_clips"): Plugin(
+        api=1,
+        options=NoOptions,
+        target=f"{_HERE}.clips:ToyClipFamily",
+        summary="the same over the values of a video and of its sound",
+    ),
     (REWARDS, "toy"): Plugin(
         api=1,
         options=ToyRewardConfig,
         target=f"{_HERE}.reward:ToyReward",
-        summary="brightness of the picture",
+        summary="brightness of the picture or video",
     ),
 }
 """(group, name) -> plugin."""

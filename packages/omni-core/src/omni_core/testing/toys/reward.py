@@ -1,4 +1,4 @@
-"""Brightness of a picture as a reward: known in closed form, and learned in a few steps."""
+"""Brightness of a picture or video as a reward: known in closed form, and learned in a few steps."""
 
 from __future__ import annotations
 
@@ -29,19 +29,27 @@ class ToyReward(RewardFunction):
         return "dark" if self.options.dark_word in prompt.lower().split() else "bright"
 
     def score(self, media: Media, inputs: Sequence[RewardInput]) -> list[RewardResult]:
-        """Score each picture; a row whose prompt has no target is a failure, not a zero."""
-        if media.image is None or len(media.image) != len(inputs):
-            have = None if media.image is None else len(media.image)
-            msg = f"reward {self.name!r} scores pictures: got {have} for {len(inputs)} inputs"
-            raise ValueError(msg)
-        brightness = media.image.double().mean(dim=(1, 2, 3)) / 255.0
-        pairs = zip(brightness.tolist(), inputs, strict=True)
-        return [self._score(value, row) for value, row in pairs]
+        """Score each sample; a row whose prompt has no target is a failure, not a zero.
 
-    def _score(self, brightness: float, row: RewardInput) -> RewardResult:
+        Beside the score: `brightness`, and of samples with sound `loudness`, the mean of its magnitude.
+        """
+        shown = media.video if media.image is None else media.image
+        if shown is None or len(shown) != len(inputs):
+            have = None if shown is None else len(shown)
+            msg = f"reward {self.name!r} scores what is seen: got {have} for {len(inputs)} inputs"
+            raise ValueError(msg)
+        measured = {"brightness": shown.double().flatten(1).mean(1) / 255.0}
+        if media.audio is not None:
+            measured["loudness"] = media.audio.double().abs().flatten(1).mean(1)
+        rows = zip(*(value.tolist() for value in measured.values()), strict=True)
+        details = [dict(zip(measured, row, strict=True)) for row in rows]
+        return [self._score(*pair) for pair in zip(details, inputs, strict=True)]
+
+    def _score(self, details: dict[str, float], row: RewardInput) -> RewardResult:
         try:
             target = row.target or self.target(row.prompt)
         except ValueError as exc:
             return RewardResult.failed(str(exc))
+        brightness = details["brightness"]
         value = 1.0 - brightness if target == "dark" else brightness
-        return RewardResult(value=value, details={"brightness": brightness})
+        return RewardResult(value=value, details=details)

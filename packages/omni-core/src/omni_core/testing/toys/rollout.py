@@ -18,6 +18,7 @@ from torch import Tensor
 from omni_core.choices import StepKind
 from omni_core.model import Denoiser, Guidance
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.request_check import check_frame_rate, check_guidance, check_length
 from omni_core.rollout import (
     BaseRollout,
     RolloutHandle,
@@ -68,7 +69,7 @@ class _Sampled:
 class _Job:
     requests: tuple[RolloutRequest, ...]
     decode: bool
-    conditioning: dict[tuple[str, str, float], Conditioning]
+    conditioning: dict[tuple[str, str, Guidance], Conditioning]
     done: dict[tuple[int, int], _Sampled] = attrs.field(factory=dict)
     """(request, k) -> sample."""
     given: set[int] = attrs.field(factory=set)
@@ -140,12 +141,9 @@ class ToyRollout(BaseRollout):
         self._shapes(spec)
         schedule = spec.schedule()
         pipeline = self.engine.model_config.pipeline
-        if spec.max_sequence_length != pipeline.max_sequence_length or spec.num_frames != 1:
-            msg = (
-                f"{where}: max_sequence_length is {pipeline.max_sequence_length} and num_frames 1, "
-                f"got {spec.max_sequence_length} and {spec.num_frames}"
-            )
-            raise ValueError(msg)
+        check_length(spec, pipeline.max_sequence_length)
+        check_frame_rate(spec, pipeline.frame_rate)
+        check_guidance(spec, self.engine.family.second_guidance)
         if request.window:
             if spec.kind is StepKind.ODE or spec.noise_level == 0.0:
                 msg = f"{where}: a deterministic sampler has no window, got {request.window}"
@@ -166,13 +164,11 @@ class ToyRollout(BaseRollout):
     def _shapes(self, spec: SamplingSpec) -> dict[str, tuple[int, ...]]:
         pipeline = self.engine.model_config.pipeline
         return self.codec.latent_shapes(
-            attrs.evolve(pipeline, height=spec.height, width=spec.width)
+            attrs.evolve(pipeline, height=spec.height, width=spec.width, num_frames=spec.num_frames)
         )
 
-    def _encode(self, prompt: str, negative_prompt: str, scale: float) -> Conditioning:
-        return self.conditioner.encode(
-            [prompt], negative_prompt=negative_prompt, guidance=Guidance(scale=scale)
-        )
+    def _encode(self, prompt: str, negative_prompt: str, guidance: Guidance) -> Conditioning:
+        return self.conditioner.encode([prompt], negative_prompt=negative_prompt, guidance=guidance)
 
     def poll(self, handle: RolloutHandle) -> list[Trajectory]:
         """Denoise the next batch, and return what *handle* has ready."""
@@ -350,6 +346,6 @@ class ToyRollout(BaseRollout):
         self._jobs.clear()
 
 
-def _prompt_key(request: RolloutRequest) -> tuple[str, str, float]:
+def _prompt_key(request: RolloutRequest) -> tuple[str, str, Guidance]:
     spec = request.sampling
-    return request.prompt, spec.negative_prompt, spec.guidance_scale
+    return request.prompt, spec.negative_prompt, Guidance.of(spec)
