@@ -12,6 +12,7 @@ import pytest
 
 from omni_trainer.data import (
     BadRowPolicy,
+    Columns,
     PromptFileError,
     PromptRow,
     PromptSampler,
@@ -86,12 +87,16 @@ def test_case_21_text_lines(tmp_path):
     assert list(found.skipped) == ["p.txt:2: blank", "p.txt:4: blank"]
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "p.json", "p.csv"])
 def test_case_19_an_empty_file_is_an_error(tmp_path, name):
     with pytest.raises(PromptFileError, match="holds no prompt: the file is empty"):
         load(write(tmp_path / name, ""))
     with pytest.raises(PromptFileError, match="holds no prompt: the file is empty"):
         load(write(tmp_path / name, b"\xef\xbb\xbf"))
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_case_19_a_file_of_blank_lines_is_an_error(tmp_path, name):
     with pytest.raises(PromptFileError, match="holds no usable row"):
         load(write(tmp_path / name, "\n\n"), on_bad_row=BadRowPolicy.SKIP)
 
@@ -105,7 +110,8 @@ def test_ids_and_targets_of_a_row_are_its_own(tmp_path):
         {"caption": "bad", "key": "b", "target": " "},
     ]
     path = write(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows)))
-    found = load(path, prompt_column="caption", id_column="key", on_bad_row=BadRowPolicy.SKIP)
+    columns = Columns(prompt="caption", id="key")
+    found = load(path, columns=columns, on_bad_row=BadRowPolicy.SKIP)
     assert [(row.row_id, row.prompt, row.target) for row in found.rows] == [
         ("a", "a sign", "Hi"),
         ("7", "another", None),
@@ -120,10 +126,167 @@ def test_ids_and_targets_of_a_row_are_its_own(tmp_path):
 def test_files_that_cannot_be_prompts_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt' does not exist"):
         load(tmp_path / "nowhere.txt")
-    with pytest.raises(PromptFileError, match=r"suffix '.csv' is not known; prompt files are .txt"):
-        load(write(tmp_path / "p.csv", "a"))
-    with pytest.raises(PromptFileError, match=r"a \.txt file has no columns"):
-        load(write(tmp_path / "p.txt", "a"), id_column="id")
+    with pytest.raises(
+        PromptFileError, match=r"suffix '\.yaml' is not known; prompt files are .txt"
+    ):
+        load(write(tmp_path / "p.yaml", "a"))
+    for columns in (Columns(id="key"), Columns(target="key")):
+        with pytest.raises(
+            PromptFileError, match=r"a \.txt file has no columns, so no column 'key'"
+        ):
+            load(write(tmp_path / "p.txt", "a"), columns=columns)
+    with pytest.raises(PromptFileError, match="is no directory of a HF dataset"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.json", '{"prompt": "a"}', "expected a list of objects, got dict"),
+        ("p.json", '[{"prompt": "a"},\n oops]', r"p\.json:2: not JSON: .* \.jsonl file"),
+        ("p.json", b'["\xe9"]', r"not UTF-8 \(byte 2\)"),
+        ("p.csv", "prompt,n,n\na,1,2\n", r"p\.csv:1: the header names 'n' twice"),
+        ("p.csv", "prompt,\na,1\n", "the header names a column without a name"),
+        ("p.csv", 'prompt\n"a" b\n', r"p\.csv:2: not CSV"),
+        ("p.parquet", b"PAR1 and no more", r"p\.parquet cannot be read as parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_whole(tmp_path, name, content, said):
+    with pytest.raises(PromptFileError, match=said):
+        load(write(tmp_path / name, content), on_bad_row=BadRowPolicy.SKIP)
+
+
+ROWS = [
+    {"prompt": "first", "n": 1, "tags": ["a", "b"]},
+    {"prompt": None, "n": 2, "tags": []},
+    {"prompt": "  kept  ", "n": None, "tags": None},
+    {"prompt": "   ", "n": 4, "tags": ["c"]},
+    {"prompt": "日本", "n": 5, "tags": [None]},
+]
+
+
+def parquet(rows, path):
+    import datasets
+
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    return path
+
+
+def on_disk(rows, path):
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+@pytest.mark.parametrize(("save", "name"), [(parquet, "p.parquet"), (on_disk, "p")])
+def test_case_21_parquet_and_datasets_with_a_list_column(tmp_path, save, name, capfd):
+    path = save(ROWS, tmp_path / name)
+    capfd.readouterr()  # the library's own bars while it writes
+    found = load(path, on_bad_row=BadRowPolicy.SKIP)
+    assert [(row.line, row.prompt, dict(row.metadata)) for row in found.rows] == [
+        (1, "first", {"n": 1, "tags": ["a", "b"]}),
+        (3, "  kept  ", {"n": None, "tags": None}),
+        (5, "日本", {"n": 5, "tags": [None]}),
+    ]
+    assert list(found.skipped) == [
+        f"{name} row 2: no 'prompt'; a text is expected (columns: n, tags)",
+        f"{name} row 4: 'prompt' is blank",
+    ]
+    with pytest.raises(PromptFileError, match="2 of 5 rows cannot be used"):
+        load(path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_prompt_column_of_lists_is_refused_by_row(tmp_path):
+    path = parquet([{"prompt": ["a", "b"], "text": "x"}], tmp_path / "p.parquet")
+    with pytest.raises(PromptFileError) as error:
+        load(path)
+    assert list(error.value.mistakes) == [
+        "p.parquet row 1: list as 'prompt'; a text is expected (columns: text)"
+    ]
+    assert load(path, columns=Columns(prompt="text")).rows[0].metadata == {"prompt": ["a", "b"]}
+
+
+def test_a_dataset_of_several_splits_names_them(tmp_path):
+    import datasets
+
+    split = datasets.Dataset.from_list(ROWS[:1])
+    whole = datasets.DatasetDict({"train": split, "test": split})
+    whole.save_to_disk(str(tmp_path / "both"))
+    with pytest.raises(
+        PromptFileError, match=r"several splits; name one: .*both/train, .*both/test"
+    ):
+        load(tmp_path / "both")
+    assert load(tmp_path / "both/train").rows[0].prompt == "first"
+
+
+def test_case_21_csv_values_stay_the_texts_that_they_are(tmp_path):
+    content = (
+        "\ufeffprompt,target,n\r\n"
+        "a sign,07,1e3\r\n"
+        "\r\n"
+        '"two\nlines, one ""quoted""",yes,\r\n'
+        " ,x,y\r\n"
+        ",x,y\r\n"
+        "short,x\r\n"
+        "no target,,0\r\n"
+    )
+    found = load(write(tmp_path / "p.csv", content), on_bad_row=BadRowPolicy.SKIP)
+    assert [(r.line, r.row_id, r.prompt, r.target, dict(r.metadata)) for r in found.rows] == [
+        (2, "2", "a sign", "07", {"n": "1e3"}),
+        (4, "4", 'two\nlines, one "quoted"', "yes", {"n": None}),
+        (9, "9", "no target", None, {"n": "0"}),
+    ]
+    assert list(found.skipped) == [
+        "p.csv:3: blank",
+        "p.csv:6: 'prompt' is blank",
+        "p.csv:7: no 'prompt'; a text is expected (columns: target, n)",
+        "p.csv:8: 2 values for 3 columns",
+    ]
+
+
+def test_case_21_json_is_one_list_of_objects(tmp_path):
+    content = '\ufeff[{"prompt": "a", "n": [1]}, 7, {"text": "b"}, {"prompt": "c"}]'
+    found = load(write(tmp_path / "p.json", content), on_bad_row=BadRowPolicy.SKIP)
+    assert [(row.line, row.prompt, dict(row.metadata)) for row in found.rows] == [
+        (1, "a", {"n": [1]}),
+        (4, "c", {}),
+    ]
+    assert list(found.skipped) == [
+        "p.json row 2: expected a JSON object, got int",
+        "p.json row 3: no 'prompt'; a text is expected (columns: text)",
+    ]
+
+
+def test_a_target_column_that_is_named_is_in_every_row(tmp_path):
+    rows = [
+        {"prompt": "a", "word": "A"},
+        {"prompt": "b", "target": "B"},
+        {"prompt": "c", "word": 7},
+    ]
+    path = write(tmp_path / "p.jsonl", "\n".join(map(json.dumps, rows)))
+    columns = Columns(target="word")
+    found = load(path, columns=columns, on_bad_row=BadRowPolicy.SKIP)
+    assert [(row.prompt, row.target) for row in found.rows] == [("a", "A")]
+    assert list(found.skipped) == [
+        "p.jsonl:2: 'word' is None; a text is expected",
+        "p.jsonl:3: 'word' is 7; a text is expected",
+    ]
+
+
+def test_pictures_in_a_column_stay_as_they_are_stored(tmp_path):
+    import datasets
+    from PIL import Image
+
+    Image.new("RGB", (2, 2), (9, 9, 9)).save(tmp_path / "one.png")
+    held = datasets.Dataset.from_list([{"prompt": "p", "image": str(tmp_path / "one.png")}])
+    held = held.cast_column("image", datasets.Image())
+    held.save_to_disk(str(tmp_path / "d"))
+    held.to_parquet(str(tmp_path / "p.parquet"))
+    for name in ("d", "p.parquet"):
+        (row,) = load(tmp_path / name).rows
+        assert row.metadata["image"].keys() == {"bytes", "path"}
 
 
 def test_a_path_is_never_a_pattern(tmp_path):

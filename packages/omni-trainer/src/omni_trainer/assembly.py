@@ -112,8 +112,7 @@ def read_prompts(config: RunConfig) -> Prompts:
             resources.resolve(path),
             reward=reward,
             on_bad_row=data.on_bad_row,
-            prompt_column=data.prompt_column,
-            id_column=data.id_column,
+            columns=data.columns,
         )
         for message in found.skipped:
             log.warning("data.row_skipped", row=message)

@@ -26,7 +26,7 @@ from omni_core.options import (
     optional_positive,
     positive,
 )
-from omni_trainer.data import BadRowPolicy, Tail
+from omni_trainer.data import BadRowPolicy, Columns, Tail
 
 
 class Backend(enum.StrEnum):
@@ -52,18 +52,27 @@ class DataConfig:
     """Prompts."""
 
     train: str
-    """File of training prompts (.txt or .jsonl), or `package:MODULE/PATH`."""
+    """Training prompts: a .txt, .jsonl, .json, .csv or .parquet file, the directory of a HF dataset, or
+    `package:MODULE/PATH`."""
     heldout: str | None = None
-    """File of prompts that are only evaluated."""
+    """Prompts that are only evaluated."""
     prompt_column: str = "prompt"
-    """Key of the prompt in a JSONL row."""
+    """Column of the prompt."""
     id_column: str | None = None
-    """Key of a JSONL row's name; None takes the line number."""
+    """Column of a row's name; None takes the line number."""
+    target_column: str | None = None
+    """Column of the target, then required; None takes `target` where a row has it, and else the reward's
+    rule."""
     prompts_per_step: int = attrs.field(default=8, validator=positive)
     tail: Tail = Tail.CARRY
     on_bad_row: BadRowPolicy = BadRowPolicy.RAISE
     shuffle: bool = True
     """Each epoch in an order of its own."""
+
+    @property
+    def columns(self) -> Columns:
+        """The columns that are read; all others are a row's metadata."""
+        return Columns(prompt=self.prompt_column, id=self.id_column, target=self.target_column)
 
 
 @attrs.frozen(kw_only=True)

@@ -31,7 +31,7 @@ SENTENCES: Mapping[str, int] = {
     "omni_core.plugins.PluginError": USAGE,
     "omni_core.plugins.PluginNotFoundError": USAGE,
     "omni_trainer.commands.failures.UsageError": USAGE,
-    "omni_trainer.data.PromptFileError": USAGE,
+    "omni_trainer.data.rows.PromptFileError": USAGE,
     "omni_trainer.rewards.python_file.RewardFileError": USAGE,
     "omni_trainer.run_directory.RunDirectoryError": USAGE,
     "omni_trainer.run.RunMistakeError": USAGE,
