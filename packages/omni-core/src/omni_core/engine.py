@@ -281,6 +281,17 @@ class BaseEngine(ABC):
         msg = f"{type(self).__name__} keeps no teacher: {name!r} ({directory}) was asked for"
         raise ValueError(msg)
 
+    def begin_rollout(self) -> None:
+        """Say that what is sampled with this engine from now on is what the next update trains on."""
+
+    def end_rollout(self) -> None:
+        """Say that the rollout's update is done, or that there will be none."""
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent compiling since the process began: warm-up that steps should not be judged by."""
+        return 0.0
+
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
         """Enter the state in which gradients are taken; restores the former state on leaving."""

@@ -112,6 +112,19 @@ class EngineConfig:
     device: str = "auto"
     """Device type that it runs on (a trainer fills in its own)."""
 
+    @property
+    def trains_sampling_graph(self) -> bool:
+        """Whether the gradient is taken from the graph of sampling, so that the rollout's log-probs are
+        training's own, whatever the canary's floor."""
+        return False
+
+    def mistakes(
+        self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig
+    ) -> Mapping[str, str]:
+        """Check against the rest of the run: dotted path below `engine` -> what is wrong."""
+        del algorithm, rollout
+        return {}
+
 
 class LRSchedule(enum.StrEnum):
     """Learning rate over optimizer steps, after warm-up."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import attrs
@@ -99,12 +100,19 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
         for micro_batch in micro_batches:
             if not forward_only:
                 sharding.sync_gradients(self.units[micro_batch.expert], micro_batch.last)
-            forward = self._forward(micro_batch, loss)
+            with self._as_training():
+                forward = self._forward(micro_batch, loss)
             if not forward_only:
                 self._backward(forward)
             if not micro_batch.dummy:
                 yield micro_batch, attrs.evolve(forward, share=None)
         self._half_way = False
+
+    @contextmanager
+    def _as_training(self) -> Iterator[None]:
+        """Run the function that training runs: a compiled one is another without gradients."""
+        with torch.enable_grad() if self.engine_config.compile else nullcontext():
+            yield
 
     def _backward(self, forward: Forward) -> None:
         assert forward.share is not None
@@ -130,6 +138,7 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
                 self.denoiser,
                 device=self.device,
                 group=self.get_data_parallel_group(),
+                with_graph=self.engine_config.compile and self.graphs is not None,
             )
 
 

@@ -28,8 +28,9 @@ from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerRepor
 from omni_core.model import Denoiser, ModelFamily
 from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
 from omni_core.seeds import derive_seed
-from omni_engine_fsdp import checkpoint, export, lora, precision, sharding, teachers
+from omni_engine_fsdp import checkpoint, compilation, export, lora, precision, sharding, teachers
 from omni_engine_fsdp.frozen_parts import frozen_parts
+from omni_engine_fsdp.kept_graphs import KeptGraphs
 from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
 from omni_engine_fsdp.model_index import find_family
 from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients
@@ -72,6 +73,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         """Updates skipped for a non-finite gradient since the last one that was taken."""
         self._more_adapters: list[str] = []
         self._teachers: dict[str, Path] = {}
+        self.graphs: KeptGraphs | None = None
+        """What `engine.keep_graph` keeps of sampling."""
         self.teachers: dict[str, str] = {}
         """Name -> content hash of the frozen adapters that others trained, in the order of `add_teacher`."""
 
@@ -143,6 +146,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             self._adapt(name, expert)
             self._bind(name, expert, read)
             self._checkpoint_activations(name, expert)
+        self._compile()
         self._shard()
         self.parameters = {name: dict(e.named_parameters()) for name, e in experts.items()}
         self.units = {name: sharding.units_of(expert) for name, expert in experts.items()}
@@ -155,6 +159,8 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             teachers.check_base(teacher, self.base_hash, config.dtype.value)
             teachers.check_parts(teacher, frozen_parts(config.path, tuple(experts)))
         self.teachers = {teacher.name: teacher.digest() for teacher in read}
+        if self.engine_config.keep_graph:
+            self.graphs = KeptGraphs(self.device, self.get_data_parallel_group())
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)
         self._log_made()
@@ -198,6 +204,19 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             )
             raise ValueError(msg)
         enable()
+
+    def _compile(self) -> None:
+        config = self.engine_config
+        if not config.compile:
+            return
+        for expert in self.denoiser.experts.values():
+            blocks = self.denoiser.shard_units(expert)
+            compilation.compile_blocks(blocks, backend=config.compile_backend)
+
+    @property
+    def compile_seconds(self) -> float:
+        """What this process spent compiling so far: part of the time of the calls that waited for it."""
+        return compilation.Compiled.so_far().seconds if self.engine_config.compile else 0.0
 
     def _shard(self) -> None:
         config, experts = self.engine_config, self.denoiser.experts.values()
@@ -245,6 +264,18 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             for name, parameter in parameters.items()
             if parameter.requires_grad
         }
+
+    # -- a rollout of its own weights ---------------------------------------------------------------
+
+    def begin_rollout(self) -> None:
+        """Keep the graphs of what is sampled from now on, with `engine.keep_graph`."""
+        if self.graphs is not None:
+            self.graphs.begin()
+
+    def end_rollout(self) -> None:
+        """Drop what was kept."""
+        if self.graphs is not None:
+            self.graphs.end()
 
     # -- modes ------------------------------------------------------------------------------------
 
@@ -294,6 +325,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             raise RuntimeError(msg)
         norm = clip_gradients(trained, config.max_grad_norm)
         rate = float(optimizer.param_groups[0]["lr"])
+        self.end_rollout()  # graphs of other weights than those that follow
         if math.isfinite(norm):
             optimizer.step()
             self.weight_version += 1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from omni_core.choices import Policy
 from omni_core.options import LoRAConfig
 from omni_core.seeds import derive_seed
-from omni_engine_fsdp import sharding
+from omni_engine_fsdp import merging, sharding
 
 DEFAULT = "default"
 """The adapter that is trained; every other one is frozen."""
@@ -247,6 +247,26 @@ class LoRAAdapterMixin:
             raise ValueError(msg)
         with switched(layers, lambda layer: layer.enable_adapters(False)):
             yield
+
+    @contextmanager
+    def merged_adapter(self, name: str) -> Iterator[None]:
+        """Predict with an adapter added to the weights: its own products are not computed at each call.
+
+        The weights come back bit for bit, also after an exception; nothing is trained inside. A
+        collective where weights are sharded.
+
+        Raises:
+            ValueError: no such adapter.
+        """
+        self._require_adapter(name)
+        self.prepare_weights()
+        copies = merging.merge(self.layers, name)
+        try:
+            with self.disable_adapter():
+                yield
+        finally:
+            self.prepare_weights()
+            merging.restore(copies)
 
     @contextmanager
     def use_policy(self, policy: Policy) -> Iterator[None]:

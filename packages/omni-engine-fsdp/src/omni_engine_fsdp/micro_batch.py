@@ -17,6 +17,7 @@ from torch import Tensor
 
 from omni_core.engine import TrainBatch
 from omni_core.model import Denoiser, Guidance
+from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_engine_fsdp.call_plan import Call, CallPlan, agree, common_counts
 
@@ -40,6 +41,8 @@ class MicroBatch:
     """Of its expert: gradients are synced after it."""
     dummy: bool = False
     """Run for the other ranks' sake: counts for nothing."""
+    velocity: Latents | None = None
+    """Modality -> [M, ...] with the graph of sampling, where that was kept: no forward is run."""
 
 
 def routes(denoiser: Denoiser, schedule: FlowMatchSchedule) -> list[str]:

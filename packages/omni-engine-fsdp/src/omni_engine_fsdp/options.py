@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 
 import attrs
 
 from omni_core.options import (
+    AlgorithmConfig,
     DiffusionActorConfig,
     DiffusionRolloutConfig,
     EngineConfig,
@@ -47,6 +49,47 @@ class FSDPEngineConfig(EngineConfig):
     reshard_after_forward: bool | None = None
     """Free gathered weights between a block's forward and backward; None does where the base is
     sharded (and where every weight is trained)."""
+    keep_graph: bool = False
+    """Take the gradient from the graph of sampling, and run no training forward: for one update per
+    rollout of this engine's own, where the activations of every trained step fit into memory."""
+    compile: bool = False
+    """Compile the denoiser's blocks (`torch.compile`, whole graphs): the first steps take minutes."""
+    compile_backend: str = "inductor"
+    """Of `torch.compile`."""
+
+    @property
+    def trains_sampling_graph(self) -> bool:
+        """With `keep_graph`."""
+        return self.keep_graph
+
+    def mistakes(
+        self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig
+    ) -> Mapping[str, str]:
+        """Say why graphs of sampling cannot be kept."""
+        reason = self._no_graph(algorithm, rollout) if self.keep_graph else None
+        return {} if reason is None else {"keep_graph": f"{reason}; take keep_graph=false"}
+
+    def _no_graph(self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig) -> str | None:
+        if algorithm.model_type != "diffusion":
+            return "the algorithm trains on samples that are noised again, not on the steps of sampling"
+        if algorithm.updates_per_rollout != 1:
+            return (
+                f"algorithm.updates_per_rollout is {algorithm.updates_per_rollout}, and after the first "
+                "update the graph is one of other weights"
+            )
+        if not isinstance(rollout, EngineRolloutConfig) or (
+            rollout.placement is not RolloutPlacement.SHARED
+        ):
+            return "the rollout samples with weights that are pushed to it, so its graph is not trained"
+        if algorithm.rollout_algo().adapter != "default":
+            return f"adapter {algorithm.rollout_algo().adapter!r} samples, and it is not the trained one"
+        if rollout.merge_lora:
+            return "rollout.merge_lora samples without the adapter's own weights in the graph"
+        if getattr(algorithm, "rollout_correction", None) is not None:
+            return "algorithm.rollout_correction compares with log-probs of a training forward"
+        if len(getattr(algorithm, "teachers", ())) > 1:
+            return "a sampling batch holds rows of several teachers"
+        return None
 
 
 @attrs.frozen(kw_only=True)
@@ -61,3 +104,6 @@ class EngineRolloutConfig(DiffusionRolloutConfig):
     """Sampling in the training engine's own process."""
 
     placement: RolloutPlacement = RolloutPlacement.SHARED
+    merge_lora: bool = False
+    """Sample with the adapter merged into the weights (a copy of the adapted ones is held meanwhile).
+    Training keeps it apart, so the two differ by rounding, which the canary measures."""

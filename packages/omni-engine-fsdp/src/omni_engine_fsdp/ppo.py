@@ -7,6 +7,7 @@ else. Letters: B samples, W trained steps of a sample, M pairs of a micro-batch,
 from __future__ import annotations
 
 import attrs
+import structlog
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -30,9 +31,12 @@ from omni_engine_fsdp.accumulation import (
     nothing,
     output_of,
 )
+from omni_engine_fsdp.kept_graphs import KeptForward, cut_kept
 from omni_engine_fsdp.micro_batch import MicroBatch, cut
 from omni_engine_fsdp.model_inputs import ModelInputs, gather, score
 from omni_engine_fsdp.teachers import adapter_name
+
+log = structlog.get_logger()
 
 
 class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
@@ -59,15 +63,21 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
         asked = {"reference": needs_reference(loss), "teacher": needs_teacher(loss)}
         more = "".join(f" with {name}" for name, wanted in asked.items() if wanted)
         phase = ("predict" if forward_only else "train") + more
-        micro_batches = cut(
-            batch,
-            self.denoiser,
-            size=self.engine_config.micro_batch_size,
-            all_rows=forward_only,
-            teachers=len(self._checked_teachers(batch)) if asked["teacher"] else 1,
-            phase=phase,
-            group=self.get_data_parallel_group(),
-        )
+        teachers = len(self._checked_teachers(batch)) if asked["teacher"] else 1
+        kept = [] if forward_only else self._kept_forwards(batch, teachers=teachers)
+        group = self.get_data_parallel_group()
+        if kept:
+            micro_batches = cut_kept(batch, kept, phase=f"{phase} on kept graphs", group=group)
+        else:
+            micro_batches = cut(
+                batch,
+                self.denoiser,
+                size=self.engine_config.micro_batch_size,
+                all_rows=forward_only,
+                teachers=teachers,
+                phase=phase,
+                group=group,
+            )
         log_probs = torch.full(batch.trajectory.step_indices.shape, torch.nan)
         done = []
         for micro_batch, forward in self._accumulate(
@@ -79,6 +89,22 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
                 scores = forward.log_probs.float().cpu()
                 log_probs[micro_batch.rows, micro_batch.columns] = scores
         return BatchOutput(metrics=moments(done), log_probs=log_probs if forward_only else None)
+
+    def _kept_forwards(self, batch: TrainBatch, *, teachers: int) -> list[KeptForward]:
+        """What sampling kept for this batch; nothing where the engine keeps no graphs."""
+        if self.graphs is None:
+            return []
+        mistakes = {
+            f"update {batch.update} of a rollout: its first one changed the weights": batch.update,
+            f"{teachers} teachers: a kept forward has rows of several": teachers > 1,
+        }
+        for mistake, found in mistakes.items():
+            if found:
+                msg = f"engine.keep_graph: {mistake}"
+                raise ValueError(msg)
+        if not self.graphs.forwards:
+            log.warning("engine.no_graph_kept", why="nothing was sampled since begin_rollout")
+        return self.graphs.forwards
 
     def forward_step(
         self, micro_batch: MicroBatch, loss_function: LossFunction | None, *, forward_only: bool
@@ -97,7 +123,8 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
         inputs = self.prepare_model_inputs(micro_batch)
         reference = self._reference(inputs) if needs_reference(loss) else None
         teacher = self._teacher(inputs, micro_batch.teacher) if needs_teacher(loss) else None
-        velocity = self._velocity(inputs)
+        kept = micro_batch.velocity
+        velocity = self._velocity(inputs) if kept is None else kept
         if micro_batch.dummy:
             return nothing(velocity, len(micro_batch.rows))
         current = self.prepare_model_outputs(inputs, velocity)

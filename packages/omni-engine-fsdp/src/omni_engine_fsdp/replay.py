@@ -73,7 +73,12 @@ def calls(trajectory: Trajectory, denoiser: Denoiser) -> dict[str, list[ReplayCa
 
 @torch.no_grad()
 def replay(
-    trajectory: Trajectory, denoiser: Denoiser, *, device: torch.device, group: Any | None
+    trajectory: Trajectory,
+    denoiser: Denoiser,
+    *,
+    device: torch.device,
+    group: Any | None,
+    with_graph: bool = False,
 ) -> Tensor:
     """Score every trained step in the rollout's own forwards. A collective.
 
@@ -82,6 +87,8 @@ def replay(
         denoiser: In evaluation mode, with the adapter that sampled.
         device: Where it computes.
         group: `BaseEngine.get_data_parallel_group()`.
+        with_graph: Predict with gradients on, as the rollout did: a compiled denoiser is another
+            function then.
 
     Returns:
         float32 [B, W] on the CPU.
@@ -106,11 +113,12 @@ def replay(
             call = _filler(expert_of.index(name)) if dummy else found[place]
             steps = torch.full_like(call.rows, call.step)
             inputs = gather(trajectory, schedule, call.rows, steps, device)
-            velocity = denoiser.velocity(
-                inputs.latents, inputs.step, inputs.conditioning, inputs.guidance
-            )
+            with torch.set_grad_enabled(with_graph):
+                velocity = denoiser.velocity(
+                    inputs.latents, inputs.step, inputs.conditioning, inputs.guidance
+                )
             if not dummy:
-                log_probs = score(inputs, velocity).require_log_prob().float().cpu()
+                log_probs = score(inputs, velocity).require_log_prob().detach().float().cpu()
                 scores[call.rows[call.own], call.columns] = log_probs[call.own]
     return scores
 

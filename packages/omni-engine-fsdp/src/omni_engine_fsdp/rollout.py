@@ -8,6 +8,7 @@ W trained steps, G prompts.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -32,6 +33,7 @@ from omni_core.trajectory import Conditioning, RolloutRequest, SamplingSpec, Tra
 from omni_engine_fsdp import batches, call_plan
 from omni_engine_fsdp.batches import Batch, Likeness
 from omni_engine_fsdp.collector import Collector, Facts
+from omni_engine_fsdp.kept_graphs import BatchKeeper, KeptGraphs
 from omni_engine_fsdp.options import EngineRolloutConfig, RolloutPlacement
 from omni_engine_fsdp.precision import compute_dtype
 from omni_engine_fsdp.request_check import check_requests, pipeline_of
@@ -60,6 +62,8 @@ class _Job:
     decode: bool
     queue: deque[Batch] | None = None
     """None until the ranks have agreed on the batches."""
+    kept: deque[frozenset[int]] = attrs.field(factory=deque)
+    """Of each batch in the queue: steps whose graphs are kept, the same on every rank."""
     encoded: dict[Likeness, _Encoded] = attrs.field(factory=dict)
     collector: Collector = attrs.field(init=False)
     version: int | None = None
@@ -85,8 +89,12 @@ class EngineRollout(BaseRollout):
                 f"rollout.placement: {options.placement.value} is not built yet; "
                 f"take {RolloutPlacement.SHARED.value}"
             )
+        if options.merge_lora and engine.model_config.lora is None:
+            raise ValueError("rollout.merge_lora: model.lora is null, so there is nothing to merge")
         self.options = options
         self.engine = engine
+        # Weights that were added first do not give the last bits of two products that are added.
+        self.replays_exactly = not options.merge_lora
         self._state = RolloutState.READY
         self._jobs: dict[int, _Job] = {}
         self._submits = 0
@@ -182,9 +190,11 @@ class EngineRollout(BaseRollout):
             return []
         if job.queue is None:
             job.queue = self._plan(job)
-        finished = self._run(job, job.queue[0]) if job.queue else []
+            job.kept = self._plan_kept(job.queue)
+        finished = self._run(job, job.queue[0], job.kept[0]) if job.queue else []
         if job.queue:
             job.queue.popleft()
+            job.kept.popleft()
         if not job.queue:
             del self._jobs[handle.id]
         return finished
@@ -237,6 +247,12 @@ class EngineRollout(BaseRollout):
     # -- sampling ---------------------------------------------------------------------------------
 
     @property
+    def _graphs(self) -> KeptGraphs | None:
+        """Where the engine keeps what it samples, while it does."""
+        graphs: KeptGraphs | None = getattr(self.engine, "graphs", None)
+        return graphs if graphs is not None and graphs.open else None
+
+    @property
     def _group(self) -> Any | None:
         return self.engine.get_data_parallel_group()
 
@@ -266,6 +282,18 @@ class EngineRollout(BaseRollout):
             job.encoded[likeness] = _Encoded(conditioning=conditioning, places=places)
         return queue
 
+    def _plan_kept(self, queue: Sequence[Batch]) -> deque[frozenset[int]]:
+        """Agree on the steps of each batch whose graphs are kept: those that any rank trains."""
+        graphs = self._graphs
+        if graphs is None:
+            return deque(frozenset() for _ in queue)
+        own = [sorted({step for row in batch.rows for step in row.window}) for batch in queue]
+        said = call_plan.gather_text(json.dumps(own), self._group, phase="keep_graph")
+        each_rank = [json.loads(text) for text in said]
+        agreed = [frozenset().union(*steps) for steps in zip(*each_rank, strict=True)]
+        graphs.expected += sum(map(len, agreed))
+        return deque(agreed)
+
     def _calls(self, batch: Batch) -> list[call_plan.Call]:
         rule = rule_of(batch.likeness.sampling)
         shapes = self.latent_shapes(pipeline_of(batch.likeness.sampling))
@@ -278,7 +306,7 @@ class EngineRollout(BaseRollout):
             [side for shape in shapes.values() for side in shape],
         )
 
-    def _run(self, job: _Job, batch: Batch) -> list[Trajectory]:
+    def _run(self, job: _Job, batch: Batch, kept: frozenset[int]) -> list[Trajectory]:
         """Denoise one batch; return the trajectories of the requests that it completed."""
         version = self.weight_version
         if job.version not in (None, version):
@@ -288,7 +316,10 @@ class EngineRollout(BaseRollout):
             )
         job.version = version
         size, rule = pipeline_of(batch.likeness.sampling), rule_of(batch.likeness.sampling)
-        sampled = self._sample(batch, job.encoded[batch.likeness], rule, size)
+        name = f"{self.engine.get_data_parallel_rank()}/{version}/{self._batches}"
+        self._batches += 1
+        keeper = self._keeper(name, kept, rule)
+        sampled = self._sample(batch, job.encoded[batch.likeness], rule, size, keeper)
         media = None
         if job.decode and batch.rows:
             final = {name: value[: len(batch.rows), -1] for name, value in sampled.latents.items()}
@@ -296,16 +327,28 @@ class EngineRollout(BaseRollout):
         facts = Facts(
             effective=self._effective(batch, rule, size),
             weight_version=version,
-            name=f"{self.engine.get_data_parallel_rank()}/{version}/{self._batches}",
+            name=name,
         )
-        self._batches += 1
         return job.collector.add(batch, sampled, media, facts)
 
+    def _keeper(self, name: str, steps: frozenset[int], rule: SamplingRule) -> BatchKeeper | None:
+        if self._graphs is None or not steps:
+            return None
+        route = self.engine.denoiser.route
+        return self._graphs.keeper(name, steps, lambda step: route(step, rule.schedule))
+
     def _sample(
-        self, batch: Batch, encoded: _Encoded, rule: SamplingRule, size: DiffusionPipelineConfig
+        self,
+        batch: Batch,
+        encoded: _Encoded,
+        rule: SamplingRule,
+        size: DiffusionPipelineConfig,
+        keeper: BatchKeeper | None,
     ) -> SampledBatch:
         rows = batch.padded()
-        with self.engine.eval_mode(), self.engine.use_adapter(batch.likeness.adapter):
+        engine, adapter = self.engine, batch.likeness.adapter
+        use = engine.merged_adapter if self.options.merge_lora else engine.use_adapter
+        with engine.eval_mode(), use(adapter):
             return sample(
                 self.engine.denoiser,
                 SamplingBatch(
@@ -316,6 +359,7 @@ class EngineRollout(BaseRollout):
                 rule,
                 shapes=self.latent_shapes(size),
                 device=self.engine.device,
+                keeper=keeper,
             )
 
     def _effective(

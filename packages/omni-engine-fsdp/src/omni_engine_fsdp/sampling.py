@@ -8,6 +8,7 @@ for the rounding of the denoiser. Letters: B rows, T steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -18,6 +19,7 @@ from omni_core.reverse_step import Latents
 from omni_core.rollout_step import StepRule, rollout_step, rows_inside
 from omni_core.seeds import Shapes, initial_noise_batch
 from omni_core.trajectory import Conditioning
+from omni_engine_fsdp.kept_graphs import BatchKeeper
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -57,6 +59,7 @@ def sample(
     *,
     shapes: Shapes,
     device: torch.device,
+    keeper: BatchKeeper | None = None,
 ) -> SampledBatch:
     """Denoise B rows from their own noise.
 
@@ -69,6 +72,7 @@ def sample(
         rule: What holds for all of them.
         shapes: Modality -> shape of one row's latents (`Codec.latent_shapes`).
         device: Where the denoiser computes; what is returned lies there too.
+        keeper: Keeps the graphs of some steps; None keeps none.
 
     Raises:
         ValueError: a stochastic step without noise (kind `ode` or noise level 0 in a window), or one
@@ -85,7 +89,8 @@ def sample(
             index=torch.full((rows,), index, device=device),
             sigma=sigma.to(device),
         )
-        velocity = denoiser.velocity(state, step, batch.conditioning, rule.guidance)
+        call = partial(denoiser.velocity, state, step, batch.conditioning, rule.guidance)
+        velocity = call() if keeper is None else keeper.predict(index, call)
         inside = rows_inside(batch.windows, index)
         state, scores = rollout_step(
             rule, state, velocity, index, inside=inside, seeds=batch.seeds, shapes=shapes

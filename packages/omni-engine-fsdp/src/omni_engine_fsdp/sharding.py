@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_core import loopback
 from omni_core.device import collective_backend, total_memory
@@ -118,6 +118,13 @@ def reshard(units: Sequence[FSDPModule]) -> None:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Lay a whole tensor, which every rank has, out as *like* is; no collective."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
     if algorithm is not None:
         if algorithm.options.needs_reward and raw.get("reward") is None:
             yield "reward", f"algorithm {algorithm.name!r} needs one: reward.name=..."
-        yield from _engine_rules(algorithm.options, sections["engine"])
+        yield from _engine_rules(algorithm.options, sections["engine"], rollout)
     if trainer is not None:
         yield from _trainer_rules(trainer)
     if sections["optimizer"] is not None and algorithm is not None and trainer is not None:
@@ -113,7 +113,7 @@ def _fits(rows: int, ranks: int, options: AlgorithmConfig) -> bool:
 
 
 def _engine_rules(
-    options: AlgorithmConfig, engine: PluginChoice | None
+    options: AlgorithmConfig, engine: PluginChoice | None, rollout: PluginChoice | None
 ) -> Iterator[tuple[str, str]]:
     if engine is None:
         return
@@ -127,6 +127,9 @@ def _engine_rules(
         yield "engine.seed", "set seeds.train instead: a run's seeds stand in one place"
     if getattr(engine.options, "device", defaults.device) != defaults.device:
         yield "engine.device", "set trainer.device instead: it is the device of the whole rank"
+    if isinstance(engine.options, EngineConfig) and rollout is not None:
+        for path, text in engine.options.mistakes(options, rollout.options).items():
+            yield f"engine.{path}", text
 
 
 def engine_name(options: AlgorithmConfig, engine: PluginChoice) -> str:

@@ -157,7 +157,7 @@ class Evaluator:
             ranks=self.group.size,
             weight_version=weight_version,
         )
-        samples = sample_and_score(self.group, self.pool, plan)
+        samples = sample_and_score(self.group, self.pool, plan, trained=False)
         check_echo(
             [source.info for source in samples.sources],
             asked=self.sampling,

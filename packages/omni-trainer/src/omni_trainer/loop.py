@@ -71,6 +71,8 @@ class Trainer:
         self.counted = PoolCounts()
         """What the scorers had counted before this step."""
         self._looked = False
+        self._compiled = 0.0
+        """Seconds that compiling took so far."""
 
     def fit(self) -> None:
         """Train to the last step.
@@ -105,7 +107,7 @@ class Trainer:
 
     def sample(self) -> Samples:
         """Sample the next prompts, scoring while sampling goes on."""
-        samples = sample_and_score(self.group, self.pool, self.plan())
+        samples = sample_and_score(self.group, self.pool, self.plan(), trained=True)
         check_echo(
             [source.info for source in samples.sources],
             asked=self.sampling,
@@ -152,6 +154,8 @@ class Trainer:
             refs = [samples.refs_of(rank) for rank in range(self.group.size)]
             reports = self.group.scatter("canary", [()] * self.group.size, refs)
         clip = self.config.algorithm_options.clip
+        if self.config.actor().engine.trains_sampling_graph:
+            clip = None  # the ratio is 1 exactly: no floor comes near a clip
         verdict = judge(
             reports,
             asked=self.sampling,
@@ -189,6 +193,11 @@ class Trainer:
         with self.timed("push"):
             self.weight_version = self.group.broadcast("update_weights")[0]
         self.metrics |= update_metrics(results)
+        compiled = max(result.compile_seconds for result in results)
+        if compiled > 0:
+            # Warm-up, which is also in the time of whatever waited for it.
+            self.metrics["time/compile"] = compiled - self._compiled
+        self._compiled = compiled
         if samples.stochastic:
             self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
 

@@ -53,8 +53,16 @@ class Samples:
         return [source.ref for source in self.sources if source.rank == rank]
 
 
-def sample_and_score(group: WorkerGroup, pool: RewardPool, plan: RolloutPlan) -> Samples:
+def sample_and_score(
+    group: WorkerGroup, pool: RewardPool, plan: RolloutPlan, *, trained: bool
+) -> Samples:
     """Sample on all ranks, handing each trajectory to a scorer as soon as it is there.
+
+    Args:
+        group: Of the ranks.
+        pool: Of the scorers.
+        plan: Who samples what.
+        trained: Whether the next update trains on it.
 
     Raises:
         WorkerError: a rank or a scorer failed.
@@ -65,7 +73,7 @@ def sample_and_score(group: WorkerGroup, pool: RewardPool, plan: RolloutPlan) ->
     }
     started = time.perf_counter()
     streamed: list[Streamed] = []
-    for item in group.stream("generate", [(requests,) for requests in plan.by_rank]):
+    for item in group.stream("generate", [(requests, trained) for requests in plan.by_rank]):
         records = item.info.records
         pool.submit(len(streamed), item.ref, [inputs[record.group_id] for record in records])
         streamed.append(item)

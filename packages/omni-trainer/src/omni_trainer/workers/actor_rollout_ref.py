@@ -82,6 +82,8 @@ class UpdateResult:
     skipped: int
     """Optimizer steps that a non-finite gradient stopped (the same on all ranks)."""
     weight_version: int
+    compile_seconds: float = 0.0
+    """Spent compiling since the worker's process began."""
 
 
 @attrs.frozen(kw_only=True)
@@ -157,9 +159,17 @@ class ActorRolloutRefWorker:
         return self.rollout.schedule(sampling).values()
 
     def generate(
-        self, requests: Sequence[RolloutRequest], *, decode: bool = True
+        self, requests: Sequence[RolloutRequest], trained: bool = False, *, decode: bool = True
     ) -> Iterator[tuple[TrajectoryInfo, Trajectory]]:
-        """Sample, and yield each request's trajectory (on the CPU) as it is finished."""
+        """Sample, and yield each request's trajectory (on the CPU) as it is finished.
+
+        Args:
+            requests: This rank's.
+            trained: Whether the next `update_actor` trains on them.
+            decode: Whether there is media.
+        """
+        if trained:
+            self.training.engine.begin_rollout()
         last = time.perf_counter()
         for trajectory in self.rollout.stream(requests, decode=decode):
             now = time.perf_counter()
@@ -242,13 +252,18 @@ class ActorRolloutRefWorker:
             part.update(self.training.train_batch(batch).metrics)
             self.algorithm.after_update(self.training, optimizer_step=self.training.optimizer_steps)
         self.algorithm.after_rollout(self.training, optimizer_step=self.training.optimizer_steps)
+        self.training.engine.end_rollout()
         lr = parts[-1]["lr"].mean if parts else None
         skipped = round(sum(part["skipped"].total for part in parts))
         named = merge(parts)
         for name in ("lr", "skipped"):
             named.pop(name, None)
         return UpdateResult(
-            metrics=named, lr=lr, skipped=skipped, weight_version=self.training.weight_version
+            metrics=named,
+            lr=lr,
+            skipped=skipped,
+            weight_version=self.training.weight_version,
+            compile_seconds=self.training.engine.compile_seconds,
         )
 
     def update_weights(self) -> int:
