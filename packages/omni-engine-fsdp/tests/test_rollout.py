@@ -24,7 +24,7 @@ from omni_core.rollout import RolloutState, RolloutStateError, WeightUpdate
 from omni_core.seeds import initial_noise, sample_seed
 from omni_core.trajectory import BatchPlace, RolloutRequest, SampleRecord, SamplingSpec, Trajectory
 from omni_engine_fsdp.families.sd3 import SD3Conditioning, SD3Family
-from omni_engine_fsdp.options import EngineRolloutConfig, RolloutPlacement
+from omni_engine_fsdp.options import EngineRolloutConfig
 from omni_engine_fsdp.rollout import EngineRollout
 
 STEPS = 5
@@ -325,12 +325,6 @@ def test_weights_may_not_change_in_the_middle(
     monkeypatch.setattr(engine, "weight_version", 4)
     with pytest.raises(RolloutStateError, match="went from version 3 to 4 while"):
         rollout.poll(handle)
-
-
-def test_a_replica_is_refused_until_it_is_built(engine: StandIn) -> None:
-    options = EngineRolloutConfig(placement=RolloutPlacement.REPLICA)
-    with pytest.raises(ValueError, match="replica is not built yet; take shared"):
-        EngineRollout(options, engine=engine)
 
 
 # -- handles and states ---------------------------------------------------------------------------

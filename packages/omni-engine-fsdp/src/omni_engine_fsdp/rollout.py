@@ -1,6 +1,6 @@
-"""Engine-side rollout, placement `shared`: it samples with the trained module itself.
+"""Engine-side rollout: it samples with the trained module itself (`shared`), or with a copy (`replica`).
 
-There is no second copy of the policy and nothing to push. It works while it is polled: each poll
+Shared, there is no second copy of the policy and nothing to push. It works while it is polled: each poll
 runs one sampling batch, which is a collective where there are several ranks, so all ranks submit,
 poll, pause and cancel at the same points (with other requests, or none). Letters: B rows, T steps,
 W trained steps, G prompts.
@@ -9,7 +9,6 @@ W trained steps, G prompts.
 from __future__ import annotations
 
 import json
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -18,11 +17,9 @@ from typing import Any
 import attrs
 import torch
 
-from omni_core import device as devices
 from omni_core.choices import StepKind
 from omni_core.model import Codec, Conditioner, Guidance
 from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
-from omni_core.reverse_step import Latents
 from omni_core.rollout import (
     BaseRollout,
     RolloutHandle,
@@ -32,13 +29,14 @@ from omni_core.rollout import (
     WeightUpdate,
 )
 from omni_core.schedule import FlowMatchSchedule
-from omni_core.trajectory import Conditioning, Media, RolloutRequest, SamplingSpec, Trajectory
+from omni_core.trajectory import Conditioning, RolloutRequest, SamplingSpec, Trajectory
 from omni_engine_fsdp import batches, call_plan
 from omni_engine_fsdp.batches import Batch, Likeness
 from omni_engine_fsdp.collector import Collector, Facts
 from omni_engine_fsdp.kept_graphs import BatchKeeper, KeptGraphs
 from omni_engine_fsdp.options import EngineRolloutConfig, RolloutPlacement
 from omni_engine_fsdp.precision import compute_dtype
+from omni_engine_fsdp.replica import Replica
 from omni_engine_fsdp.request_check import check_requests, pipeline_of
 from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
 
@@ -87,22 +85,18 @@ class EngineRollout(BaseRollout):
     """
 
     def __init__(self, options: EngineRolloutConfig, *, engine: Any) -> None:
-        if options.placement is not RolloutPlacement.SHARED:
-            raise ValueError(
-                f"rollout.placement: {options.placement.value} is not built yet; "
-                f"take {RolloutPlacement.SHARED.value}"
-            )
         if options.merge_lora and engine.model_config.lora is None:
             raise ValueError("rollout.merge_lora: model.lora is null, so there is nothing to merge")
         self.options = options
-        self.engine = engine
+        self._replica = Replica(engine) if options.placement is RolloutPlacement.REPLICA else None
+        self.engine = engine if self._replica is None else self._replica.engine
+        """Whose denoiser samples."""
         # Weights that were added first do not give the last bits of two products that are added.
         self.replays_exactly = not options.merge_lora
         self._state = RolloutState.READY
         self._jobs: dict[int, _Job] = {}
         self._submits = 0
         self._batches = 0
-        self.decode_seconds: float = 0.0
 
     # -- what it samples with ---------------------------------------------------------------------
 
@@ -175,11 +169,21 @@ class EngineRollout(BaseRollout):
                 the group and what would fit.
         """
         check_requests(requests, engine=self.engine, latent_shapes=self.latent_shapes)
+        self._check_pushed(requests)
         handle = RolloutHandle(self._submits, len(requests))
         self._submits += 1
         if requests or self._group is not None:
             self._jobs[handle.id] = _Job(tuple(requests), decode)
         return handle
+
+    def _check_pushed(self, requests: Sequence[RolloutRequest]) -> None:
+        replica = self._replica
+        for request in requests:
+            if replica is not None and not replica.has(request.adapter):
+                raise ValueError(
+                    f"group {request.group_id!r}: adapter {request.adapter!r} was not pushed with "
+                    f"version {self.weight_version}, so this rollout's is an older one"
+                )
 
     def poll(self, handle: RolloutHandle) -> list[Trajectory]:
         """Run the next batch of *handle* (none while paused) and return what it completed.
@@ -227,11 +231,19 @@ class EngineRollout(BaseRollout):
         self._state = RolloutState.PAUSED
 
     def update(self, update: WeightUpdate) -> UpdateReport:
-        """Refuse: the engine's weights are the rollout's own.
+        """Bind new weights in a replica; a shared module's weights are the rollout's own.
 
         Raises:
-            RolloutStateError: always.
+            RolloutStateError: the placement is `shared`, or it is not paused.
+            WeightMismatchError: what is sent is not what is here, by name or shape.
+            ValueError: the version does not grow.
         """
+        if self._replica is not None:
+            if self._state is not RolloutState.PAUSED:
+                raise RolloutStateError(
+                    f"an update needs a paused rollout, this one is {self._state.value}"
+                )
+            return self._replica.update(update)
         raise RolloutStateError(
             f"rollout.placement is {RolloutPlacement.SHARED.value}: it samples with the trained "
             f"module itself (weight version {self.weight_version}), so there is nothing to push "
@@ -327,7 +339,7 @@ class EngineRollout(BaseRollout):
         media = None
         if job.decode and batch.rows:
             final = {name: value[: len(batch.rows), -1] for name, value in sampled.latents.items()}
-            media = self._decode(final)
+            media = self.codec.decode(final)
         facts = Facts(
             effective=self._effective(batch, rule, size),
             weight_version=version,
@@ -340,15 +352,6 @@ class EngineRollout(BaseRollout):
             return None
         route = self.engine.denoiser.route
         return self._graphs.keeper(name, steps, lambda step: route(step, rule.schedule))
-
-    def _decode(self, latents: Latents) -> Media:
-        """Decode, and count the seconds: between two waits for the device, which works on its own."""
-        devices.synchronize(self.engine.device)
-        started = time.perf_counter()
-        media = self.codec.decode(latents)
-        devices.synchronize(self.engine.device)
-        self.decode_seconds += time.perf_counter() - started
-        return media
 
     def _sample(
         self,

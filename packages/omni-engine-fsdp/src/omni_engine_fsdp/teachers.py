@@ -69,6 +69,11 @@ def adapter_name(teacher: str) -> str:
     return f"teacher_{teacher}"
 
 
+def is_teacher(adapter: str) -> bool:
+    """Whether an adapter's name is a teacher's."""
+    return adapter.startswith(adapter_name(""))
+
+
 def read_teacher(name: str, directory: Path, experts: Sequence[str]) -> Teacher:
     """Read an adapter's files.
 
