@@ -44,7 +44,14 @@ from omni_core.options import (
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing.samples import requests_for
-from omni_core.trajectory import BatchPlace, Conditioning, SampleRecord, SamplingSpec, Trajectory
+from omni_core.trajectory import (
+    BatchPlace,
+    Conditioning,
+    RolloutRequest,
+    SampleRecord,
+    SamplingSpec,
+    Trajectory,
+)
 from omni_engine_fsdp import (
     EngineRollout,
     EngineRolloutConfig,
@@ -123,6 +130,7 @@ def build(
     kind: type[Any] = PPODiffusersFSDPEngine,
     adapters: tuple[str, ...] = (),
     teachers: Sequence[Path] = (),
+    **options: Any,
 ) -> Any:
     engine = kind(
         DiffusionModelConfig(
@@ -132,7 +140,9 @@ def build(
             lora=LoRAConfig(rank=2, alpha=8.0),
             pipeline=DiffusionPipelineConfig(height=16, width=16, max_sequence_length=8),
         ),
-        FSDPEngineConfig(device="cpu", shard_base=shard, micro_batch_size=micro_batch_size),
+        FSDPEngineConfig(
+            device="cpu", shard_base=shard, micro_batch_size=micro_batch_size, **options
+        ),
         LR,
         None,
     )
@@ -381,6 +391,51 @@ def case_replay(rank: int, model: Path, out: Path) -> None:
     (out / f"replay.{rank}.json").write_text(json.dumps({"apart": float(apart)}))
 
 
+def windowed(groups: Sequence[int]) -> list[RolloutRequest]:
+    """Groups with a window of their own: ranks do not train the same steps."""
+    asked = requests_for(SPEC, samples_per_prompt=2)
+    return [attrs.evolve(asked[group], window=WINDOWS[group]) for group in groups]
+
+
+def sampled_batch(engine: PPODiffusersFSDPEngine, groups: Sequence[int]) -> TrainBatch:
+    """Rows of some groups, sampled by the engine itself; the denominator is that of three groups."""
+    engine.begin_rollout()
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=4), engine=engine)
+    found = rollout.generate(windowed(groups), decode=False)
+    advantages = torch.tensor([[1.0, -0.5], [0.25, 2.0], [-1.0, 0.75]])[list(groups)]
+    return TrainBatch(
+        trajectory=Trajectory.concat(found),
+        advantages=advantages.flatten(),
+        weights=torch.ones(2 * len(groups)),
+        denominator=12.0,
+    )
+
+
+def case_kept(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build(model, shard=shard, keep_graph=True)
+        warm(engine)
+        batch = sampled_batch(engine, MINE[rank])
+        assert torch.equal(engine.replay(batch.trajectory), batch.trajectory.log_probs)
+        report(out / f"kept-{shard.value}", rank, gradients(engine, batch))
+
+
+def case_merged(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build(model, shard=shard)
+        warm(engine)
+        before = dict(engine.get_per_tensor_param(adapter=None))
+        with engine.eval_mode(), engine.merged_adapter("default"):
+            merged = engine.infer_batch(rows([0, 1])).log_probs
+            report(
+                out / f"merged-{shard.value}", rank, dict(engine.get_per_tensor_param(adapter=None))
+            )
+        after = dict(engine.get_per_tensor_param(adapter=None))
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        apart = (merged - engine.infer_batch(rows([0, 1])).log_probs).abs().max()
+        (out / f"merged-{shard.value}.{rank}.json").write_text(json.dumps(float(apart)))
+
+
 def case_disagree(rank: int, model: Path, out: Path) -> None:
     engine = build(model)
     batch = rows(MINE[rank])
@@ -405,6 +460,8 @@ SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
     case_nan,
     case_checkpoint,
     case_replay,
+    case_kept,
+    case_merged,
     case_disagree,
 )
 

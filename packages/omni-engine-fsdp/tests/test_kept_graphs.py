@@ -21,7 +21,12 @@ from omni_core.engine import LossTerms, TrainBatch
 from omni_core.options import AlgorithmConfig, DiffusionRolloutConfig, DType
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import Trajectory
-from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, FSDPEngineConfig
+from omni_engine_fsdp import (
+    EngineRollout,
+    EngineRolloutConfig,
+    ForwardDiffusersFSDPEngine,
+    FSDPEngineConfig,
+)
 
 
 def sampled(engine: Any, ranks: ModuleType, windows: Sequence[tuple[int, ...]]) -> Trajectory:
@@ -197,6 +202,11 @@ def test_graphs_that_would_not_fit_are_refused_by_the_first(
     ):
         sampled(keeping, ranks, WINDOWS)
     assert keeping.graphs.forwards == []
+
+
+def test_an_engine_of_the_forward_process_keeps_none(build_engine: Any, tiny_sd3: Path) -> None:
+    with pytest.raises(ValueError, match=r"engine\.keep_graph: samples are noised again"):
+        build_engine(tiny_sd3, kind=ForwardDiffusersFSDPEngine, keep_graph=True)
 
 
 class Pushed(DiffusionRolloutConfig):

@@ -96,6 +96,34 @@ def test_case_27_three_rows_on_two_ranks_give_one_ranks_gradient(
         assert distance(tensors(out, f"gradients-{sharding}", rank), alone) <= 1e-5
 
 
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_kept_graphs_on_two_ranks_give_one_ranks_gradient(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, sharding: str
+) -> None:
+    """Each rank keeps the steps that the other one trains, too."""
+    engine = ranks.build(tiny_sd3)
+    ranks.warm(engine)
+    alone = ranks.gradients(engine, ranks.sampled_batch(engine, [0, 1, 2]))
+    for rank in RANKS:
+        assert distance(tensors(out, f"kept-{sharding}", rank), alone) <= 1e-5
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_a_merged_adapter_is_the_same_on_two_ranks(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, sharding: str
+) -> None:
+    engine = ranks.build(tiny_sd3)
+    ranks.warm(engine)
+    base = dict(engine.get_per_tensor_param(adapter=None))
+    with engine.merged_adapter("default"):
+        merged = {n: t.clone() for n, t in engine.get_per_tensor_param(adapter=None)}
+    assert any(not torch.equal(merged[name], value) for name, value in base.items())
+    for rank in RANKS:
+        found = tensors(out, f"merged-{sharding}", rank)
+        assert all(torch.equal(found[name], value) for name, value in merged.items())
+    assert max(said(out, f"merged-{sharding}")) <= 1e-5
+
+
 @pytest.fixture
 def two_experts(ranks: ModuleType) -> Iterator[str]:
     """Name of a family that is known to this test alone."""

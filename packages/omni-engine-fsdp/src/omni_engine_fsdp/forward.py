@@ -53,6 +53,17 @@ class ForwardModelInputs:
 class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
     """Trains on finished samples at sigmas that it draws for them."""
 
+    def initialize(self) -> None:
+        """Load, adapt and shard; see `DiffusersFSDPEngine.initialize`.
+
+        Raises:
+            ValueError: also for `engine.keep_graph`: no step of sampling is trained.
+        """
+        if self.engine_config.keep_graph:
+            msg = "engine.keep_graph: samples are noised again, so the graph of sampling is no use"
+            raise ValueError(msg)
+        super().initialize()
+
     def forward_backward_batch(
         self,
         data: TrainBatch | TensorDict,

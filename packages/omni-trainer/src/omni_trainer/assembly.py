@@ -19,7 +19,7 @@ from omni_trainer.data import PromptFileError, PromptRow, PromptSampler, load_pr
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import LocalGroup, WorkerGroup
 from omni_trainer.loop import Trainer
-from omni_trainer.observer import Observer, make_trackers, positions_of
+from omni_trainer.observer import Observer, positions_of
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rewards.build import build_reward
@@ -75,7 +75,6 @@ def started(
     config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
 ) -> Iterator[Parts]:
     """Start workers, scorers and trackers of a run, and end them."""
-    trackers = make_trackers(config)
     with ExitStack() as stack:
         group, pool, facts = stack.enter_context(workers(config))
         write_json(run.path / RANKS, {"ranks": [attrs.asdict(one) for one in facts]})
@@ -83,7 +82,7 @@ def started(
         done = 0 if checkpoint is None else checkpoint.step
         progress = stack.enter_context(Progress(config.trainer.steps, done=done))
         observer = Observer(config, run, progress)
-        stack.push(lambda kind, *_: observer.close(failed=kind is not None))
+        stack.callback(observer.close)
         trainer = Trainer(
             config,
             group=group,
@@ -97,8 +96,7 @@ def started(
         )
         if checkpoint is not None:
             trainer.load(checkpoint)
-        positions = None if checkpoint is None else positions_of(checkpoint.state())
-        observer.open(trackers, positions)
+        observer.open(None if checkpoint is None else positions_of(checkpoint.state()))
         yield Parts(trainer=trainer, evaluator=evaluator, group=group, observer=observer)
 
 

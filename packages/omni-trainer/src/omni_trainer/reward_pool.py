@@ -24,8 +24,6 @@ class PoolCounts:
     """Batches that were tried again."""
     seconds: float = 0.0
     """Time spent scoring, of all scorers together."""
-    resident: int = 0
-    """Bytes that the largest scorer's process holds; 0 where scorers live in the driver's."""
 
 
 class RewardPool(ABC):
@@ -105,8 +103,7 @@ class LocalRewardPool(RewardPool):
 
     def counts(self) -> PoolCounts:
         """Add up what the scorers counted."""
-        found = add_counts([worker.counts() for worker in self._made])
-        return attrs.evolve(found, resident=0)
+        return add_counts([worker.counts() for worker in self._made])
 
     def close(self) -> None:
         """End the threads, then free the models."""
@@ -143,5 +140,4 @@ def add_counts(counts: Sequence[Any]) -> PoolCounts:
     return PoolCounts(
         retries=sum(count.retries for count in counts),
         seconds=sum(count.seconds for count in counts),
-        resident=max((count.resident for count in counts), default=0),
     )

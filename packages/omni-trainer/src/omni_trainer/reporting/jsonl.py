@@ -76,9 +76,8 @@ class JsonlTracker(Tracker):
         """Bytes written so far."""
         return self._opened().tell()
 
-    def close(self, *, failed: bool = False) -> None:
+    def close(self) -> None:
         """Close the file."""
-        del failed
         if self._file is not None:
             self._file.close()
             self._file = None
