@@ -16,7 +16,8 @@ from omni_core.testing.toys import register_toys, unregister_toys
 from omni_trainer.config import load_run
 from omni_trainer.data import PromptFileError
 from omni_trainer.loop import Trainer
-from omni_trainer.reporting.metric_names import describe
+from omni_trainer.reporting.jsonl import read_metrics
+from omni_trainer.reporting.metric_names import METRICS, describe
 from omni_trainer.run import run_training
 
 RUN = {
@@ -132,7 +133,8 @@ def train(source, tmp_path, request):
 def metrics(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {n: v for n, v in json.loads(line).items() if not n.startswith("time/")} for line in lines
+        {n: v for n, v in json.loads(line).items() if not n.startswith(("time/", "memory/"))}
+        for line in lines
     ]
 
 
@@ -171,6 +173,24 @@ def test_case_28_an_algorithm_trains_and_goes_on_bit_for_bit(train, name):
     resumed = train(name, folder="halves", resume=True)
     assert metrics(resumed) == lines
     assert checkpoint(resumed, 2) == checkpoint(whole, 2)
+
+
+def test_case_36_the_dictionary_of_metrics_holds_what_runs_emit_and_nothing_else(train, tmp_path):
+    runs = [train(name, "trainer.steps=1", folder=name) for name in sorted(ALGORITHMS)]
+    loaded = load_run("smoke", ["checkpoint.every=1"])  # evaluates, and reads signs
+    run_training(loaded.config, run_dir=tmp_path / "smoke", resolved=loaded.resolved)
+    emitted = {
+        name
+        for run in [*runs, tmp_path / "smoke"]
+        for _, line in read_metrics(run)
+        for name in line
+    }
+
+    named_by_plugins = {"reward/brightness", *(f"actor/teacher_distance/{t}" for t in TEACHERS)}
+    assert emitted - METRICS.keys() == named_by_plugins
+    silent = {name for name in METRICS.keys() - emitted if not name.endswith("/*")}
+    of_ray = {"memory/actor_rss", "memory/reward_rss"}  # tests/test_ray_run.py
+    assert silent == {*of_ray, "time/compile"}
 
 
 def test_other_policies_are_refused_without_an_adapter(train):

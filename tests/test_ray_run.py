@@ -24,7 +24,8 @@ RUN = ("trainer.steps=6", "checkpoint.every=2", "evaluation.max_prompts=3", "tra
 def metrics(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {n: v for n, v in json.loads(line).items() if not n.startswith("time/")} for line in lines
+        {n: v for n, v in json.loads(line).items() if not n.startswith(("time/", "memory/"))}
+        for line in lines
     ]
 
 
@@ -114,4 +115,8 @@ def test_two_ranks_train_what_one_does(whole, tmp_path):
     assert both[1]["canary/exact"] == 0.0
     assert both[1]["reward/mean"] == alone[1]["reward/mean"]
     assert summary.after is not None
+    last = json.loads((summary.run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    held = {name: value for name, value in last.items() if name.startswith("memory/")}
+    assert held.keys() == {"memory/driver_rss", "memory/actor_rss", "memory/reward_rss"}
+    assert all(0.01 < value < 100 for value in held.values())
     assert [len(prompt.rewards) for prompt in summary.after.prompts] == [1, 1, 1]

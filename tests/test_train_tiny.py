@@ -51,7 +51,8 @@ def train(run_dir, *overrides, resume=False):
 def metrics(run_dir):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {n: v for n, v in json.loads(line).items() if not n.startswith("time/")} for line in lines
+        {n: v for n, v in json.loads(line).items() if not n.startswith(("time/", "memory/"))}
+        for line in lines
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,32 @@ def train(toy_source, tmp_path):
     return run
 
 
+class StoppedError(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def stopped():
+    """`with stopped(3):` lets the process end while the step after 3 trained ones is under way."""
+    from omni_trainer.loop import Trainer
+
+    @contextmanager
+    def during(step):
+        train = Trainer.train
+
+        def stopping(self):
+            train(self)
+            if self.step == step:
+                raise StoppedError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "train", stopping)
+            with pytest.raises(StoppedError):
+                yield
+
+    return during
+
+
 @pytest.fixture
 def metrics():
     """Read a run's metrics.jsonl, one mapping a line; timings are set aside unless asked for."""
@@ -79,7 +106,11 @@ def metrics():
     def read(directory: Path, *, timings: bool = False):
         lines = (directory / "metrics.jsonl").read_text().splitlines()
         return [
-            {n: v for n, v in json.loads(line).items() if timings or not n.startswith("time/")}
+            {
+                n: v
+                for n, v in json.loads(line).items()
+                if timings or not n.startswith(("time/", "memory/"))
+            }
             for line in lines
         ]
 

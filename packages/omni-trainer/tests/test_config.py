@@ -111,7 +111,7 @@ def test_a_plus_before_a_key_that_exists_is_a_mistake(toy_source):
     ("override", "path", "said"),
     [
         ("trainer.ranks=2", "trainer.ranks", "need trainer.backend=ray"),
-        ("trainer.trackers=[jsnl]", "trainer.trackers", "did you mean 'jsonl'"),
+        ("trainer.trackers=[jsnl]", "trainer.trackers[0].name", "did you mean 'jsonl'"),
         ("engine.seed=3", "engine.seed", "seeds.train"),
         ("engine.device=cpu", "engine.device", "trainer.device"),
         ("evaluation.kind=sde", "evaluation.noise_level", "above 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from PIL import Image
 from rich.console import Console
 
 from omni_core import plugins
+from omni_trainer import cli
+from omni_trainer.reporting import metric_names
 from omni_trainer.reporting.grid import write_before_after_grid, write_grid
 from omni_trainer.reporting.intervals import Interval, bootstrap, paired_bootstrap
 from omni_trainer.reporting.jsonl import JsonlTracker, read_metrics
-from omni_trainer.reporting.metric_names import METRICS, describe
+from omni_trainer.reporting.metric_names import METRICS, describe, table_of_metrics
 from omni_trainer.reporting.plot import plot_reward
 from omni_trainer.reporting.progress import Progress
 
@@ -243,7 +246,26 @@ def test_on_a_terminal_a_bar_fits_its_width(width):
 
 
 def test_metrics_have_a_meaning():
-    assert describe("reward/mean") == "mean reward of the step's scored samples"
-    assert describe("reward/aesthetic") == describe("reward/*")
+    assert describe("reward/mean").means == "mean reward of the step's scored samples"
+    assert describe("reward/aesthetic") is METRICS["reward/*"]
+    assert describe("actor/teacher_distance/style") is METRICS["actor/teacher_distance/*"]
     assert describe("no_such/metric") is None
-    assert all(name.count("/") == 1 and text for name, text in METRICS.items())
+    assert all(name.count("/") == 1 for name in METRICS if not name.endswith("/*"))
+    assert all(metric.unit and metric.means for metric in METRICS.values())
+    assert len(METRICS) == len(metric_names._LINES), "a name is there twice"
+
+
+def test_the_page_of_metrics_is_the_dictionary():
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+    start = page.index("\n## ")
+    assert page[start:].strip().splitlines() == "\n".join(table_of_metrics()).strip().splitlines()
+
+
+def test_omni_metrics_prints_the_dictionary_and_finds_names(capsys):
+    assert cli.main(["metrics"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(METRICS) + 1
+    assert cli.main(["metrics", "clip"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:3] == ["metric", "advantage/clipped", "actor/clip_fraction"]
+    assert cli.main(["metrics", "no_such_metric"]) == 1
+    assert "no metric" in capsys.readouterr().err

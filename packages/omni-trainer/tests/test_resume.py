@@ -1,33 +1,11 @@
 """Stopping and going on changes nothing but timings."""
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from omni_trainer.loop import Trainer
 from omni_trainer.run_directory import RunDirectory, RunDirectoryError
-
-
-class StoppedError(BaseException):
-    """Stands for the end of the process."""
-
-
-@contextmanager
-def stopped(step):
-    """Let the process end while the step after *step* trained ones is under way."""
-    train = Trainer.train
-
-    def stopping(self):
-        train(self)
-        if self.step == step:
-            raise StoppedError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train", stopping)
-        with pytest.raises(StoppedError):
-            yield
 
 
 def checkpoint(directory, step):
@@ -51,7 +29,9 @@ RUN = ("trainer.steps=6", "checkpoint.every=2", "algorithm.updates_per_rollout=2
         (2, 2, ("data.prompts_per_step=3", "data.tail=drop")),
     ],
 )
-def test_case_28_a_resumed_run_is_an_undisturbed_one(train, metrics, stop, goes_on_from, extra):
+def test_case_28_a_resumed_run_is_an_undisturbed_one(
+    train, stopped, metrics, stop, goes_on_from, extra
+):
     whole = train(*RUN, *extra, name="whole")
     with stopped(stop):
         train(*RUN, *extra, name="halves")
@@ -64,7 +44,7 @@ def test_case_28_a_resumed_run_is_an_undisturbed_one(train, metrics, stop, goes_
     assert resumed.gain == whole.gain
 
 
-def test_without_a_checkpoint_a_resume_starts_from_the_beginning(train, metrics):
+def test_without_a_checkpoint_a_resume_starts_from_the_beginning(train, stopped, metrics):
     whole = train(*RUN, name="whole")
     with stopped(1):
         train(*RUN, name="halves")
@@ -85,7 +65,7 @@ def test_case_28_a_finished_run_does_nothing(train):
     assert {path: path.read_bytes() for path in first.run_dir.rglob("*.js*")} == before
 
 
-def test_resume_mode_auto_goes_on_by_itself(train, metrics):
+def test_resume_mode_auto_goes_on_by_itself(train, stopped, metrics):
     with stopped(3):
         train(*RUN)
     resumed = train(*RUN, "trainer.resume_mode=auto")
@@ -99,7 +79,7 @@ def test_a_directory_without_a_run_is_not_resumed(train):
         train(resume=True)
 
 
-def test_other_prompts_are_refused(train, tmp_path):
+def test_other_prompts_are_refused(train, stopped, tmp_path):
     with stopped(3):
         train(*RUN)
     (tmp_path / "train.txt").write_text("a bright sign\n" * 9)
@@ -116,7 +96,7 @@ def test_a_run_that_ended_before_its_export_is_exported(train):
     assert again.export == first.export
 
 
-def test_a_config_that_was_edited_is_told_and_kept(train, capsys):
+def test_a_config_that_was_edited_is_told_and_kept(train, stopped, capsys):
     with stopped(3):
         train(*RUN)
     resumed = train(*RUN, "optimizer.weight_decay=0.5", "trainer.canary_every=3", resume=True)

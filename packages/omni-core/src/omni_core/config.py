@@ -35,12 +35,16 @@ class ConfigError(ValueError):
         self.mistakes = tuple(mistakes)
 
 
+BY_NAME = "by name"
+
+
 @attrs.frozen(kw_only=True)
 class PluginChoice:
     """A plugin picked by name, its options already checked.
 
     Annotate a field with the group it picks from: `reward: Annotated[PluginChoice, "omni.rewards"]`.
-    In YAML: `reward: {name: ocr, workers: 2}`.
+    In YAML: `reward: {name: ocr, workers: 2}`. With `BY_NAME` as a third part of the annotation a text
+    alone is a name too: `trackers: [tensorboard, {name: wandb, project: signs}]`.
     """
 
     group: str
@@ -226,8 +230,11 @@ def _is_choice(cls: Any) -> bool:
 @converter.register_structure_hook_factory(_is_choice)
 def _choice_hook(cls: Any) -> Callable[[Any, Any], PluginChoice]:
     group: str = get_args(cls)[1]
+    by_name = BY_NAME in get_args(cls)[2:]
 
     def hook(raw: Any, _: Any) -> PluginChoice:
+        if by_name and isinstance(raw, str):
+            raw = {"name": raw}
         if isinstance(raw, PluginChoice) and raw.group == group:
             return raw
         if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):

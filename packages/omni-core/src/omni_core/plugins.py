@@ -40,6 +40,9 @@ PROVIDERS: Mapping[tuple[str, str], str] = {
     (REWARDS, "python"): "omni-trainer",
     (REWARDS, "weighted"): "omni-trainer",
     (TRACKERS, "jsonl"): "omni-trainer",
+    (TRACKERS, "mlflow"): "omni-trainer",
+    (TRACKERS, "tensorboard"): "omni-trainer",
+    (TRACKERS, "wandb"): "omni-trainer",
     (RECIPES, "quickstart"): "omni-configs",
 }
 """The pip package that usually provides a name: for the error that says it is missing."""

@@ -85,6 +85,9 @@ class BaseRollout(ABC):
     """Whether the training engine's replay runs the very kernels that sampled. Another engine's differ in
     the last bits, so a trainer bounds its replay instead of asking for equal ones."""
 
+    decode_seconds: float | None = None
+    """Spent turning latents into media so far; None where that is not told apart from sampling."""
+
     @property
     @abstractmethod
     def state(self) -> RolloutState:

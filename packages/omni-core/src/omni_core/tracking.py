@@ -19,7 +19,7 @@ class Tracker(ABC):
             directory: The run directory.
             config: The resolved config as plain data.
             offset: On a resume, the position (`position()` at the checkpoint) that later entries are
-                cut back to; None starts anew.
+                cut back to; None starts anew, also where an earlier start left entries.
         """
 
     @abstractmethod
@@ -27,12 +27,22 @@ class Tracker(ABC):
         """Write one step's metrics: finite numbers under unique names."""
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Show a picture that was written to *path*; a tracker without pictures ignores it."""
+        """Show a picture that was written to *path*; a tracker without pictures ignores it.
+
+        It comes before the metrics of its step.
+        """
 
     def position(self) -> int | None:
-        """Where the next entry goes, for `open(offset=...)`; None if the tracker cannot be cut back."""
+        """Where the next entry goes, for `open(offset=...)`: bytes, a step, or whatever the tracker counts.
+
+        What came before is safe by then. None: the tracker always starts anew.
+        """
         return None
 
     @abstractmethod
-    def close(self) -> None:
-        """Write what is buffered."""
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is buffered.
+
+        Args:
+            failed: The run ends by an error or a signal.
+        """

@@ -191,6 +191,8 @@ class TrajectoryInfo:
     nbytes: int
     seconds: float = 0.0
     """Wall time that sampling it took."""
+    decode_seconds: float | None = None
+    """Of that, turning latents into media; None where it is not told apart."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -224,7 +226,7 @@ class Trajectory(TensorRecord):
         """B."""
         return len(self.records)
 
-    def info(self, *, seconds: float = 0.0) -> TrajectoryInfo:
+    def info(self, *, seconds: float = 0.0, decode_seconds: float | None = None) -> TrajectoryInfo:
         """Return the part that a driver keeps."""
         return TrajectoryInfo(
             records=self.records,
@@ -233,6 +235,7 @@ class Trajectory(TensorRecord):
             weight_version=self.weight_version,
             nbytes=self.nbytes(),
             seconds=seconds,
+            decode_seconds=decode_seconds,
         )
 
     def expanded_conditioning(self) -> Conditioning:

@@ -9,6 +9,7 @@ W trained steps, G prompts.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,9 +18,11 @@ from typing import Any
 import attrs
 import torch
 
+from omni_core import device as devices
 from omni_core.choices import StepKind
 from omni_core.model import Codec, Conditioner, Guidance
 from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.reverse_step import Latents
 from omni_core.rollout import (
     BaseRollout,
     RolloutHandle,
@@ -29,7 +32,7 @@ from omni_core.rollout import (
     WeightUpdate,
 )
 from omni_core.schedule import FlowMatchSchedule
-from omni_core.trajectory import Conditioning, RolloutRequest, SamplingSpec, Trajectory
+from omni_core.trajectory import Conditioning, Media, RolloutRequest, SamplingSpec, Trajectory
 from omni_engine_fsdp import batches, call_plan
 from omni_engine_fsdp.batches import Batch, Likeness
 from omni_engine_fsdp.collector import Collector, Facts
@@ -97,6 +100,7 @@ class EngineRollout(BaseRollout):
         self._jobs: dict[int, _Job] = {}
         self._submits = 0
         self._batches = 0
+        self.decode_seconds: float = 0.0
 
     # -- what it samples with ---------------------------------------------------------------------
 
@@ -339,7 +343,7 @@ class EngineRollout(BaseRollout):
         media = None
         if job.decode and batch.rows:
             final = {name: value[: len(batch.rows), -1] for name, value in sampled.latents.items()}
-            media = self.codec.decode(final)
+            media = self._decode(final)
         facts = Facts(
             effective=self._effective(batch, rule, size),
             weight_version=version,
@@ -352,6 +356,15 @@ class EngineRollout(BaseRollout):
             return None
         route = self.engine.denoiser.route
         return self._graphs.keeper(name, steps, lambda step: route(step, rule.schedule))
+
+    def _decode(self, latents: Latents) -> Media:
+        """Decode, and count the seconds: between two waits for the device, which works on its own."""
+        devices.synchronize(self.engine.device)
+        started = time.perf_counter()
+        media = self.codec.decode(latents)
+        devices.synchronize(self.engine.device)
+        self.decode_seconds += time.perf_counter() - started
+        return media
 
     def _sample(
         self,

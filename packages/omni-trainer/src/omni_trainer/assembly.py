@@ -19,7 +19,7 @@ from omni_trainer.data import PromptFileError, PromptRow, PromptSampler, load_pr
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import LocalGroup, WorkerGroup
 from omni_trainer.loop import Trainer
-from omni_trainer.observer import Observer, positions_of
+from omni_trainer.observer import Observer, make_trackers, positions_of
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rewards.build import build_reward
@@ -75,6 +75,7 @@ def started(
     config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
 ) -> Iterator[Parts]:
     """Start workers, scorers and trackers of a run, and end them."""
+    trackers = make_trackers(config)
     with ExitStack() as stack:
         group, pool, facts = stack.enter_context(workers(config))
         write_json(run.path / RANKS, {"ranks": [attrs.asdict(one) for one in facts]})
@@ -82,7 +83,7 @@ def started(
         done = 0 if checkpoint is None else checkpoint.step
         progress = stack.enter_context(Progress(config.trainer.steps, done=done))
         observer = Observer(config, run, progress)
-        stack.callback(observer.close)
+        stack.push(lambda kind, *_: observer.close(failed=kind is not None))
         trainer = Trainer(
             config,
             group=group,
@@ -96,7 +97,8 @@ def started(
         )
         if checkpoint is not None:
             trainer.load(checkpoint)
-        observer.open(None if checkpoint is None else positions_of(checkpoint.state()))
+        positions = None if checkpoint is None else positions_of(checkpoint.state())
+        observer.open(trackers, positions)
         yield Parts(trainer=trainer, evaluator=evaluator, group=group, observer=observer)
 
 

@@ -79,6 +79,12 @@ def _plugins(args: argparse.Namespace) -> int:
     return catalogue.plugins(load=args.load)
 
 
+def _metrics(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import metrics
+
+    return metrics.metrics(args.text, markdown=args.markdown)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     del args
     from omni_trainer import doctor
@@ -148,6 +154,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", action="store_true", help="also import every implementation, to find broken ones"
     )
     listing.set_defaults(command=_plugins)
+    metrics = add("metrics", "Say what each metric means, its unit and what is healthy.")
+    metrics.add_argument("text", nargs="?", default="", help="part of a metric's name")
+    metrics.add_argument("--markdown", action="store_true", help="as docs/metrics.md has it")
+    metrics.set_defaults(command=_metrics)
     add("doctor", "Check versions, devices, disk and services.").set_defaults(command=_doctor)
     return parser
 

@@ -143,14 +143,10 @@ def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
             "trainer.ranks",
             f"{trainer.ranks} ranks need trainer.backend=ray; backend local has 1",
         )
-    twice = sorted({name for name in trainer.trackers if trainer.trackers.count(name) > 1})
+    names = [tracker.name for tracker in trainer.trackers]
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         yield "trainer.trackers", f"{', '.join(twice)} twice: both would write the same files"
-    for tracker in trainer.trackers:
-        try:
-            plugins.registry(plugins.TRACKERS).get(tracker)
-        except (plugins.PluginNotFoundError, plugins.PluginError) as exc:
-            yield "trainer.trackers", str(exc.args[0])
 
 
 def _schedule_rules(

@@ -65,6 +65,8 @@ class WorkerGroup(ABC):
 
     role: str
     size: int
+    in_driver: bool = False
+    """Whether the workers live in the driver's own process."""
     fetched_bytes: int = 0
     """Tensor bytes that came to the driver by `get`."""
 
@@ -109,6 +111,8 @@ class WorkerGroup(ABC):
 
 class LocalGroup(WorkerGroup):
     """One worker in the driver's own process."""
+
+    in_driver = True
 
     def __init__(self, factory: Callable[[], Any], *, role: str = "actor") -> None:
         self.role = role

@@ -30,6 +30,9 @@ from omni_trainer.samples import Samples, sample_and_score
 from omni_trainer.scores import ScoredStep, score_step
 from omni_trainer.update_plan import plan_updates
 from omni_trainer.workers.actor_rollout_ref import UpdateResult
+from omni_trainer.workers.process import resident_bytes
+
+GIB = 2**30
 
 log = structlog.get_logger()
 
@@ -98,9 +101,10 @@ class Trainer:
     def train(self) -> None:
         """Take one step; its samples are let go when it is done."""
         samples = self.sample()
-        scored = score_step(
-            samples, self.algorithm, self.config.reward_on_error, self.config.reward_summed
-        )
+        with self.timed("advantages"):
+            scored = score_step(
+                samples, self.algorithm, self.config.reward_on_error, self.config.reward_summed
+            )
         self.metrics |= scored.metrics
         self.watch(samples)
         self.update(samples, scored)
@@ -116,12 +120,19 @@ class Trainer:
             weight_version=self.weight_version,
         )
         counts = self.pool.counts()
-        if self.config.reward is not None:
-            self.metrics["reward/retries"] = float(counts.retries - self.counted.retries)
-        self.counted = counts
         self.metrics["time/sample"] = samples.sampling_seconds
-        self.metrics["time/reward_wait"] = samples.waiting_seconds
-        self.observer.samples(self.step, samples, self.group)
+        if samples.decode_seconds is not None:
+            self.metrics["time/decode"] = samples.decode_seconds
+        if self.config.reward is not None:
+            self.metrics |= {
+                "reward/retries": float(counts.retries - self.counted.retries),
+                "time/reward": counts.seconds - self.counted.seconds,
+                "time/reward_wait": samples.waiting_seconds,
+            }
+        if counts.resident:
+            self.metrics["memory/reward_rss"] = counts.resident / GIB
+        self.counted = counts
+        self.observer.samples(self.step + 1, samples, self.group)
         return samples
 
     def plan(self) -> RolloutPlan:
@@ -198,6 +209,9 @@ class Trainer:
             # Warm-up, which is also in the time of whatever waited for it.
             self.metrics["time/compile"] = compiled - self._compiled
         self._compiled = compiled
+        self.metrics["memory/driver_rss"] = resident_bytes() / GIB
+        if not self.group.in_driver:
+            self.metrics["memory/actor_rss"] = max(one.resident for one in results) / GIB
         if samples.stochastic:
             self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
 

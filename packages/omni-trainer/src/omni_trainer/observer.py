@@ -20,6 +20,7 @@ from omni_trainer.run_directory import RunDirectory
 from omni_trainer.samples import Samples
 
 GRID_COLUMNS = 8
+JSONL = "jsonl"
 
 log = structlog.get_logger()
 
@@ -33,12 +34,12 @@ class Observer:
         self.progress = progress
         self.trackers: dict[str, Tracker] = {}
 
-    def open(self, positions: Mapping[str, int | None] | None) -> None:
+    def open(
+        self, trackers: Mapping[str, Tracker], positions: Mapping[str, int | None] | None
+    ) -> None:
         """Open the trackers: anew, or cut back to where a checkpoint found them."""
         plain = core.unstructure(self.config)
-        for name in self.config.trainer.trackers:
-            plugin = registry(TRACKERS).get(name)
-            tracker: Tracker = plugin.build(plugin.options())
+        for name, tracker in trackers.items():
             offset = None if positions is None else positions.get(name)
             tracker.open(self.run.path, plain, offset=offset)
             self.trackers[name] = tracker
@@ -90,11 +91,25 @@ class Observer:
         for tracker in self.trackers.values():
             tracker.image(step, name.partition("-step")[0], path)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the trackers."""
         trackers, self.trackers = self.trackers, {}
         for tracker in trackers.values():
-            tracker.close()
+            tracker.close(failed=failed)
+
+
+def make_trackers(config: RunConfig) -> dict[str, Tracker]:
+    """Build the trackers of a run, unopened: metrics.jsonl, which a resume lives on, and the config's own.
+
+    Raises:
+        PluginError: one cannot be used here (an extra is missing); says what to install.
+    """
+    jsonl = registry(TRACKERS).get(JSONL)
+    made: dict[str, Tracker] = {JSONL: jsonl.build(jsonl.options())}
+    for choice in config.trainer.trackers:
+        if choice.name != JSONL:
+            made[choice.name] = choice.plugin.build(choice.options)
+    return made
 
 
 def positions_of(state: Mapping[str, Any]) -> dict[str, int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omni_core.plugins import Plugin
 from omni_core.recipe import NoOptions
+from omni_trainer.reporting.options import MLflowOptions, WandbOptions
 from omni_trainer.rewards.options import (
     HTTPRewardConfig,
     JPEGRewardConfig,
@@ -52,4 +53,25 @@ jsonl = Plugin(
     options=NoOptions,
     target="omni_trainer.reporting.jsonl:JsonlTracker",
     summary="metrics.jsonl in the run directory: one line a step",
+)
+
+tensorboard = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_trainer.reporting.tensorboard:TensorBoardTracker",
+    summary="event files in tensorboard/ of the run directory, with the picture grids",
+)
+
+wandb = Plugin(
+    api=1,
+    options=WandbOptions,
+    target="omni_trainer.reporting.wandb:WandbTracker",
+    summary="Weights & Biases, online or offline (extra: omni-trainer[wandb])",
+)
+
+mlflow = Plugin(
+    api=1,
+    options=MLflowOptions,
+    target="omni_trainer.reporting.mlflow:MLflowTracker",
+    summary="an MLflow tracking server (extra: omni-trainer[mlflow])",
 )

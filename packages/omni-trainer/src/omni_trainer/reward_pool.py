@@ -24,6 +24,8 @@ class PoolCounts:
     """Batches that were tried again."""
     seconds: float = 0.0
     """Time spent scoring, of all scorers together."""
+    resident: int = 0
+    """Bytes that the largest scorer's process holds; 0 where scorers live in the driver's."""
 
 
 class RewardPool(ABC):
@@ -103,7 +105,8 @@ class LocalRewardPool(RewardPool):
 
     def counts(self) -> PoolCounts:
         """Add up what the scorers counted."""
-        return add_counts([worker.counts() for worker in self._made])
+        found = add_counts([worker.counts() for worker in self._made])
+        return attrs.evolve(found, resident=0)
 
     def close(self) -> None:
         """End the threads, then free the models."""
@@ -140,4 +143,5 @@ def add_counts(counts: Sequence[Any]) -> PoolCounts:
     return PoolCounts(
         retries=sum(count.retries for count in counts),
         seconds=sum(count.seconds for count in counts),
+        resident=max((count.resident for count in counts), default=0),
     )

@@ -9,7 +9,7 @@ import attrs
 
 from omni_core import plugins
 from omni_core.choices import StepKind
-from omni_core.config import PluginChoice
+from omni_core.config import BY_NAME, PluginChoice
 from omni_core.options import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -95,6 +95,11 @@ class EvaluationConfig:
     """Prompts shown in the grid (their first sample); 0 writes none."""
 
 
+def _tensorboard() -> PluginChoice:
+    options = plugins.registry(plugins.TRACKERS).get("tensorboard").options()
+    return PluginChoice(group=plugins.TRACKERS, name="tensorboard", options=options)
+
+
 @attrs.frozen(kw_only=True)
 class TrainerConfig:
     """How long, on what, and what is written."""
@@ -121,8 +126,11 @@ class TrainerConfig:
     """Times that lost workers are rebuilt from the last checkpoint within one command."""
     start_timeout: float = attrs.field(default=120.0, validator=positive)
     """Seconds to wait for the devices that the run asks for."""
-    trackers: tuple[str, ...] = ("jsonl",)
-    """Plugins of `omni.trackers`."""
+    trackers: tuple[Annotated[PluginChoice, plugins.TRACKERS, BY_NAME], ...] = attrs.field(
+        factory=lambda: (_tensorboard(),)
+    )
+    """Plugins of `omni.trackers` beside metrics.jsonl, which is always written: names, or mappings of
+    `name` and the tracker's own options."""
     grid_every: int = attrs.field(default=0, validator=not_negative)
     """Steps between grids of training samples; 0 writes none."""
     overlap_rewards: bool = True

@@ -48,6 +48,15 @@ class Samples:
         """Whether any step of them was drawn, and so has a log-prob."""
         return any(request.window for request in self.plan.requests)
 
+    @property
+    def decode_seconds(self) -> float | None:
+        """Spent decoding, on the rank that spent most; None where no rank tells it apart."""
+        spent: dict[int, float] = {}
+        for source in self.sources:
+            if source.info.decode_seconds is not None:
+                spent[source.rank] = spent.get(source.rank, 0.0) + source.info.decode_seconds
+        return max(spent.values(), default=None)
+
     def refs_of(self, rank: int) -> list[Ref]:
         """What *rank* sampled itself."""
         return [source.ref for source in self.sources if source.rank == rank]

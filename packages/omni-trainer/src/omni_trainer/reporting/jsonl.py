@@ -76,8 +76,9 @@ class JsonlTracker(Tracker):
         """Bytes written so far."""
         return self._opened().tell()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
+        del failed
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -36,6 +36,8 @@ class ScoreCounts:
     """Batches tried again."""
     seconds: float = 0.0
     """Time spent in `score`, waits included."""
+    resident: int = 0
+    """Bytes that the scorer's process holds."""
 
 
 class Scorer:

@@ -84,6 +84,8 @@ class UpdateResult:
     weight_version: int
     compile_seconds: float = 0.0
     """Spent compiling since the worker's process began."""
+    resident: int = 0
+    """Bytes that the rank's process holds."""
 
 
 @attrs.frozen(kw_only=True)
@@ -170,11 +172,13 @@ class ActorRolloutRefWorker:
         """
         if trained:
             self.training.engine.begin_rollout()
-        last = time.perf_counter()
+        last, decoded = time.perf_counter(), self.rollout.decode_seconds
         for trajectory in self.rollout.stream(requests, decode=decode):
-            now = time.perf_counter()
+            now, before = time.perf_counter(), decoded
             finished = trajectory.to("cpu")
-            yield finished.info(seconds=now - last), finished
+            decoded = self.rollout.decode_seconds
+            spent = None if decoded is None else decoded - (before or 0.0)
+            yield finished.info(seconds=now - last, decode_seconds=spent), finished
             last = time.perf_counter()
 
     def pick_images(self, rows: Sequence[int], *trajectories: Trajectory) -> Tensor:
@@ -264,6 +268,7 @@ class ActorRolloutRefWorker:
             skipped=skipped,
             weight_version=self.training.weight_version,
             compile_seconds=self.training.engine.compile_seconds,
+            resident=process.resident_bytes(),
         )
 
     def update_weights(self) -> int:

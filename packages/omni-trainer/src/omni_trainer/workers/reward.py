@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import attrs
+
 from omni_core.options import RewardConfig
 from omni_core.reward import RewardInput, RewardResult
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Trajectory
 from omni_trainer.rewards.build import build_reward
 from omni_trainer.rewards.scoring import ScoreCounts, Scorer
+from omni_trainer.workers.process import resident_bytes
 
 
 class RewardWorker:
@@ -45,7 +48,7 @@ class RewardWorker:
 
     def counts(self) -> ScoreCounts:
         """Say what was scored, retried and failed so far."""
-        return self.scorer.counts
+        return attrs.evolve(self.scorer.counts, resident=resident_bytes())
 
     def close(self) -> None:
         """Free the models."""

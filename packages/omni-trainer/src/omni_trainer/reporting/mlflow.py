@@ -1,0 +1,103 @@
+"""An MLflow tracking server, by the extra `omni-trainer[mlflow]`: metrics, parameters and picture grids."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omni_core.config import leaves
+from omni_core.plugins import PluginError
+from omni_core.tracking import Tracker
+from omni_trainer.reporting.options import MLflowOptions
+from omni_trainer.reporting.remote_run import RemoteRun
+
+SERVICE = "mlflow"
+VARIABLE = "MLFLOW_TRACKING_URI"
+_BATCH = 100
+"""Parameters that one request takes."""
+_LONGEST = 500
+"""Characters of a parameter's value that every server takes."""
+
+
+class MLflowTracker(Tracker):
+    """One run of an experiment; a resume goes on with it.
+
+    Raises:
+        PluginError: the extra is not installed, or no server is named.
+    """
+
+    def __init__(self, options: MLflowOptions) -> None:
+        try:
+            self._entities: Any = importlib.import_module("mlflow.entities")
+            tracking: Any = importlib.import_module("mlflow.tracking")
+        except ModuleNotFoundError as exc:
+            msg = "trainer.trackers: mlflow is not installed; `pip install 'omni-trainer[mlflow]'`"
+            raise PluginError(msg) from exc
+        uri = options.uri or os.environ.get(VARIABLE)
+        if not uri:
+            msg = (
+                f"trainer.trackers: mlflow needs a server: set {VARIABLE}, or its option `uri` "
+                "({name: mlflow, uri: http://localhost:5000})"
+            )
+            raise PluginError(msg)
+        self.options = options
+        self._client: Any = tracking.MlflowClient(uri)
+        self._sent: RemoteRun | None = None
+
+    def open(self, directory: Path, config: Mapping[str, Any], *, offset: int | None) -> None:
+        """Start a run, or go on with the one that this directory already is."""
+        before = None if offset is None else RemoteRun.found(directory, SERVICE)
+        if before is not None:
+            self._sent = before
+            self._client.update_run(before.run_id, status="RUNNING")
+            return
+        name = self.options.run_name or directory.name
+        run = self._client.create_run(self._experiment(), run_name=name)
+        self._sent = RemoteRun.begin(directory, SERVICE, run.info.run_id)
+        values = [
+            self._entities.Param(path, str(value)[:_LONGEST]) for path, value in leaves(config)
+        ]
+        for start in range(0, len(values), _BATCH):
+            self._client.log_batch(run.info.run_id, params=values[start : start + _BATCH])
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self.options.experiment)
+        if found is not None:
+            return str(found.experiment_id)
+        return str(self._client.create_experiment(self.options.experiment))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step, unless it was sent before a resume."""
+        record = self._record
+        if record.knows(step):
+            return
+        now = int(time.time() * 1000)
+        values = [self._entities.Metric(name, value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(record.run_id, metrics=values)
+        record.told(step)
+
+    def image(self, step: int, name: str, path: Path) -> None:
+        """Send a picture as the artifact `samples/FILE`."""
+        if not self._record.knows(step):
+            self._client.log_artifact(self._record.run_id, str(path), f"samples/{name}")
+
+    def position(self) -> int:
+        """The step that comes next."""
+        return self._record.last_step + 1
+
+    def close(self, *, failed: bool = False) -> None:
+        """End the run, as failed or finished."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            self._client.set_terminated(sent.run_id, "FAILED" if failed else "FINISHED")
+
+    @property
+    def _record(self) -> RemoteRun:
+        if self._sent is None:
+            msg = f"{SERVICE} is not open"
+            raise RuntimeError(msg)
+        return self._sent
