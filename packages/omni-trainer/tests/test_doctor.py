@@ -69,6 +69,30 @@ def test_an_unmet_requirement_is_named():
     assert doctor._unmet(Requirement("no-such-thing; extra == 'x'")) is None
 
 
+def test_ports_are_opened_and_reached(monkeypatch):
+    (finding,) = doctor.check_ports()
+    assert (finding.health, finding.said) == (doctor.Health.OK, "opened and reached on 127.0.0.1")
+
+    monkeypatch.setattr(doctor, "reachable", lambda address: False)
+    (finding,) = doctor.check_ports()
+    assert finding.health is doctor.Health.BROKEN
+    assert "was opened and cannot be reached" in finding.said
+
+
+def test_versions_are_held_against_what_is_tested(monkeypatch):
+    found = {"torch": "2.13.0+cpu", "transformers": "5.20.1", "vllm": "0.31.0"}
+    monkeypatch.setattr(doctor, "_version", found.get)
+    said = {f.subject: (f.health, f.said) for f in doctor.check_tested_versions()}
+
+    assert said == {
+        "torch": (doctor.Health.OK, "2.13.0+cpu"),
+        "diffusers": (doctor.Health.NOTE, "not installed (tested: 0.40.0)"),
+        "accelerate": (doctor.Health.NOTE, "not installed (tested: 1.12.0)"),
+        "transformers": (doctor.Health.NOTE, "5.20.1, while <5.15 is tested"),
+        "vllm": (doctor.Health.NOTE, "0.31.0, while 0.30.* is tested"),
+    }
+
+
 def test_a_cluster_that_does_not_answer_is_broken(monkeypatch):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -105,4 +129,5 @@ def test_the_report_is_aligned_and_its_exit_code_is_that_of_the_worst(monkeypatc
 def test_every_check_runs_here():
     found = [finding for check in doctor.CHECKS for finding in check()]
 
-    assert {"python", "devices", "threads", "disk", "ray", "plugins"} <= {f.subject for f in found}
+    subjects = {finding.subject for finding in found}
+    assert {"python", "devices", "threads", "disk", "ports", "ray", "plugins"} <= subjects

@@ -79,6 +79,12 @@ def _plugins(args: argparse.Namespace) -> int:
     return catalogue.plugins(load=args.load)
 
 
+def _report(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import report
+
+    return report.report(args.run, output=args.output)
+
+
 def _metrics(args: argparse.Namespace) -> int:
     from omni_trainer.commands import metrics
 
@@ -86,7 +92,10 @@ def _metrics(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    del args
+    if args.run is not None:
+        from omni_trainer.commands import diagnosis
+
+        return diagnosis.examine(args.run)
     from omni_trainer import doctor
 
     return doctor.run()
@@ -154,11 +163,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", action="store_true", help="also import every implementation, to find broken ones"
     )
     listing.set_defaults(command=_plugins)
+    page = _with_run(
+        add("report", "Write a run as one HTML file, in whatever state it is."), _report
+    )
+    page.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run")
     metrics = add("metrics", "Say what each metric means, its unit and what is healthy.")
     metrics.add_argument("text", nargs="?", default="", help="part of a metric's name")
     metrics.add_argument("--markdown", action="store_true", help="as docs/metrics.md has it")
     metrics.set_defaults(command=_metrics)
-    add("doctor", "Check versions, devices, disk and services.").set_defaults(command=_doctor)
+    said = "Check this machine, or say why a run stopped or did not learn."
+    doctor = add("doctor", said)
+    doctor.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 

@@ -17,13 +17,21 @@ from urllib.parse import unquote, urlparse
 
 import attrs
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from rich.text import Text
 
 from omni_trainer.commands.catalogue import offers
 from omni_trainer.commands.terminal import print_table
 
-TESTED = {"torch": "2.13.0", "diffusers": "0.40.0", "accelerate": "1.12.0"}
+TESTED = {
+    "torch": "==2.13.0",
+    "diffusers": "==0.40.0",
+    "accelerate": "==1.12.0",
+    "transformers": "<5.15",
+}
 """Versions that the test suite runs with; others within the metadata's ranges may work as well."""
+PINNED = {"vllm-omni": "==0.30.*", "vllm": "==0.30.*"}
+"""What the rollout `vllm_omni` was written for; not needed by others."""
 GIB = 2**30
 LOW_DISK, LOW_SHARED = 5 * GIB, 1 * GIB
 CONNECT_TIMEOUT = 2.0
@@ -100,13 +108,14 @@ def _version(name: str) -> str | None:
 
 def check_tested_versions() -> Iterator[Finding]:
     """Versions of the large dependencies against those that are tested."""
-    for name, tested in TESTED.items():
+    for name, tested in {**TESTED, **PINNED}.items():
         version = _version(name)
-        if version is None:
-            yield Finding(name, Health.NOTE, f"not installed (tested: {tested})")
-        elif version.partition("+")[0] != tested:
-            yield Finding(name, Health.NOTE, f"{version}, while {tested} is tested")
-        else:
+        if version is None and name in TESTED:
+            yield Finding(name, Health.NOTE, f"not installed (tested: {tested.lstrip('=')})")
+        elif version is not None and not SpecifierSet(tested).contains(version, prereleases=True):
+            said = f"{version}, while {tested.lstrip('=')} is tested"
+            yield Finding(name, Health.NOTE, said)
+        elif version is not None:
             yield Finding(name, Health.OK, version)
 
 
@@ -198,11 +207,18 @@ def check_devices() -> Iterator[Finding]:
 
     from omni_core import device
 
-    counted = [f"{device.count(kind)} x {kind}" for kind in device.available()]
+    counted = [_counted(kind) for kind in device.available()]
     yield Finding("devices", Health.OK, ", ".join(counted))
     variable = os.environ.get("OMP_NUM_THREADS")
     said = f"{torch.get_num_threads()} a process, OMP_NUM_THREADS={variable or 'not set'}"
     yield Finding("threads", Health.OK, said)
+
+
+def _counted(kind: str) -> str:
+    from omni_core import device
+
+    memory = device.total_memory(kind) if device.is_accelerator(kind) else 0
+    return f"{device.count(kind)} x {kind}" + (f" of {memory / GIB:.0f} GiB" if memory else "")
 
 
 def check_space() -> Iterator[Finding]:
@@ -218,6 +234,26 @@ def check_space() -> Iterator[Finding]:
             yield Finding(subject, Health.NOTE, f"{said}; {low / GIB:.0f} GiB are advised")
         else:
             yield Finding(subject, Health.OK, said)
+
+
+def check_ports() -> Iterator[Finding]:
+    """Ranks, scorers and engines find each other through ports of the loopback interface."""
+    try:
+        with socket.socket() as server:
+            server.settimeout(CONNECT_TIMEOUT)
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            address = "{}:{}".format(*server.getsockname())
+            answers = reachable(address)
+    except OSError as exc:
+        advice = "a container or firewall forbids them: runs need trainer.backend=local"
+        yield Finding("ports", Health.BROKEN, f"none can be opened on 127.0.0.1 ({exc}): {advice}")
+        return
+    if answers:
+        yield Finding("ports", Health.OK, "opened and reached on 127.0.0.1")
+    else:
+        said = f"{address} was opened and cannot be reached: look for a firewall or a proxy"
+        yield Finding("ports", Health.BROKEN, said)
 
 
 # -- services -------------------------------------------------------------------------------------
@@ -264,6 +300,14 @@ def check_ocr() -> Iterator[Finding]:
     yield Finding("ocr reward", Health.OK, f"rapidocr {_version('rapidocr')}")
 
 
+def check_services() -> Iterator[Finding]:
+    """Trackers that come as extras: named where they are installed."""
+    for name, distributions in (("wandb", ("wandb",)), ("mlflow", ("mlflow-skinny", "mlflow"))):
+        version = next(filter(None, map(_version, distributions)), None)
+        if version is not None:
+            yield Finding(f"tracker {name}", Health.OK, version)
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_requirements,
@@ -272,6 +316,8 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_plugins,
     check_devices,
     check_space,
+    check_ports,
     check_ray,
     check_ocr,
+    check_services,
 )

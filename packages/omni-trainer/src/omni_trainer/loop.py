@@ -5,6 +5,7 @@ The driver holds metadata: requests, scores, advantages and plans. Samples stay 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -288,7 +289,11 @@ class Trainer:
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Name what the ranks measured in an update; a metric without a value is left out."""
+    """Name what the ranks measured in an update.
+
+    A metric without a value is left out, and so is one that is not finite: `actor/skipped_steps` counts
+    the steps that come of it.
+    """
     found: dict[str, float] = {}
     for name, moments in merge(result.metrics for result in results).items():
         if not moments.count:
@@ -296,6 +301,7 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
         found[f"actor/{name}"] = moments.mean
         if name == "ratio":
             found |= {"actor/ratio_min": moments.low, "actor/ratio_max": moments.high}
+    found = {name: value for name, value in found.items() if math.isfinite(value)}
     if results[0].lr is not None:
         found["actor/lr"] = results[0].lr
     found["actor/skipped_steps"] = float(results[0].skipped)

@@ -16,6 +16,7 @@ from omni_trainer.evaluation import Evaluation, load_evaluation
 from omni_trainer.export_card import write_card
 from omni_trainer.group import WorkerError, WorkerGroup
 from omni_trainer.run_directory import RunDirectory, with_absolute_paths, write_json
+from omni_trainer.run_status import recorded
 from omni_trainer.summary import EXPORTED, RunSummary, summarise
 
 log = structlog.get_logger()
@@ -66,7 +67,8 @@ def run_training(
                 with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
                     _export(config, run, group)
         else:
-            _train(config, run, prompts, checkpoint)
+            with recorded(run.path):
+                _train(config, run, prompts, checkpoint)
         summary = summarise(config, run)
     return attrs.evolve(
         summary, trained=config.trainer.steps - first, seconds=time.perf_counter() - begun

@@ -4,6 +4,7 @@ config.yaml         resolved: `omni train config.yaml` runs the same again
 provenance.json     where each value came from
 environment.json    versions, platform, devices
 ranks.json          what each rank runs on
+status.json         how it ended
 metrics.jsonl       one line a step
 evaluations/        held-out scores, one file for each evaluation
 grids/              pictures of samples
@@ -34,6 +35,7 @@ from omni_trainer.checkpoints import Checkpoints
 from omni_trainer.config import LoadedRun, RunConfig, load_run
 
 CONFIG = "config.yaml"
+LOCK = ".lock"
 RANKS = "ranks.json"
 """Written when all ranks have their model."""
 _PACKAGES = (
@@ -137,6 +139,20 @@ class RunDirectory:
         """Where the trained adapter is."""
         return self.path / "export"
 
+    def in_use(self) -> bool:
+        """Whether a process has the run locked."""
+        try:
+            descriptor = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep the run to this process; the directory is made if it is not there.
@@ -145,7 +161,7 @@ class RunDirectory:
             RunDirectoryError: another process has it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -91,9 +91,13 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(directory: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield (step, metrics) of a run directory's metrics.jsonl; nothing where there is none."""
+    """Yield (step, metrics) of a run directory's metrics.jsonl; nothing where there is none.
+
+    A last line without its end was being written when the process stopped: it is left out.
+    """
     path = directory / FILE
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            values = json.loads(line)
-            yield values.pop("step"), values
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                values = json.loads(line)
+                yield values.pop("step"), values

@@ -45,7 +45,7 @@ def plot_reward(
         axes.plot(steps, rewards, color="0.75", linewidth=1, label="training, each step")
         if len(rewards) >= SMOOTH:
             label = f"training, mean of {SMOOTH} steps"
-            axes.plot(steps[SMOOTH - 1 :], _running_mean(rewards), color="tab:blue", label=label)
+            axes.plot(steps[SMOOTH - 1 :], running_mean(rewards), color="tab:blue", label=label)
     if heldout:
         means = [interval.mean for _, interval in heldout]
         below = [interval.mean - interval.low for _, interval in heldout]
@@ -66,6 +66,6 @@ def plot_reward(
     figure.savefig(path)
 
 
-def _running_mean(values: Sequence[float]) -> list[float]:
+def running_mean(values: Sequence[float]) -> list[float]:
     """Mean of each value and the ones before it, *SMOOTH* together."""
     return [sum(values[end - SMOOTH : end]) / SMOOTH for end in range(SMOOTH, len(values) + 1)]
