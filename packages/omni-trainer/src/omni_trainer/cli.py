@@ -66,6 +66,19 @@ def _validate(args: argparse.Namespace) -> int:
     return configs.validate(args.source, args.overrides)
 
 
+def _describe(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import configs
+
+    return configs.describe(args.wanted)
+
+
+def _completion(args: argparse.Namespace) -> int:
+    import shtab
+
+    sys.stdout.write(shtab.complete(build_parser(), shell=args.shell) + "\n")
+    return OK
+
+
 def _recipes(args: argparse.Namespace) -> int:
     del args
     from omni_trainer.commands import catalogue
@@ -157,6 +170,19 @@ def build_parser() -> argparse.ArgumentParser:
     said = "name every mistake at once"
     _with_source(kinds.add_parser("validate", help=said, allow_abbrev=False), _validate)
 
+    describe = kinds.add_parser(
+        "describe",
+        help="what may be set: type, default and meaning of each key",
+        allow_abbrev=False,
+    )
+    describe.add_argument(
+        "wanted",
+        metavar="KEY|PLUGIN",
+        nargs="?",
+        help="only keys below this path (optimizer), or of this plugin (flow_grpo)",
+    )
+    describe.set_defaults(command=_describe)
+
     add("recipes", "List what can be trained.").set_defaults(command=_recipes)
     listing = add("plugins", "List installed plugins and the packages that they come from.")
     listing.add_argument(
@@ -175,6 +201,9 @@ def build_parser() -> argparse.ArgumentParser:
     doctor = add("doctor", said)
     doctor.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run")
     doctor.set_defaults(command=_doctor)
+    completion = add("completion", "Print a script that completes commands and options in a shell.")
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(command=_completion)
     return parser
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from omni_core import config as core
 from omni_core import plugins
 from omni_core.config import ConfigError, Resolved
+from omni_core.recipe import Recipe
 from omni_trainer.config_hints import CHOICES, known_paths, with_hint
 from omni_trainer.config_rules import broken_rules, engine_name
 from omni_trainer.run_config import (
@@ -87,8 +88,25 @@ def load_run(source: str, overrides: Sequence[str] = ()) -> LoadedRun:
     return LoadedRun(config=check(resolved.values, added=added), resolved=resolved, source=source)
 
 
+def _is_file(source: str) -> bool:
+    return "/" in source or source.endswith((".yaml", ".yml"))
+
+
+def recipe_of(source: str) -> Recipe | None:
+    """Build the recipe that *source* names; None where it is a file.
+
+    Raises:
+        PluginNotFoundError: no such recipe; lists those that are installed.
+    """
+    if _is_file(source):
+        return None
+    plugin = plugins.registry(plugins.RECIPES).get(source)
+    return cast(Recipe, plugin.build(plugin.options()))
+
+
 def _read(source: str) -> core.Layer:
-    if "/" in source or source.endswith((".yaml", ".yml")):
+    recipe = recipe_of(source)
+    if recipe is None:
         path = Path(source).expanduser()
         if not path.is_file():
             msg = f"config file {source!r} does not exist"
@@ -98,8 +116,6 @@ def _read(source: str) -> core.Layer:
         except UnicodeDecodeError as exc:
             raise ConfigError([f"{source}: not UTF-8 (byte {exc.start})"]) from None
         return core.read_yaml(text, source=source)
-    plugin = plugins.registry(plugins.RECIPES).get(source)
-    recipe = plugin.build(plugin.options())
     return core.read_yaml(recipe.yaml, source=f"recipe {source}")
 
 
