@@ -37,6 +37,7 @@ PROVIDERS: Mapping[tuple[str, str], str] = {
     (REWARDS, "http"): "omni-trainer",
     (REWARDS, "jpeg_compressibility"): "omni-trainer",
     (REWARDS, "ocr"): "omni-trainer",
+    (REWARDS, "pickscore"): "omni-trainer",
     (REWARDS, "python"): "omni-trainer",
     (REWARDS, "weighted"): "omni-trainer",
     (TRACKERS, "jsonl"): "omni-trainer",

@@ -9,6 +9,7 @@ from omni_trainer.rewards.options import (
     HTTPRewardConfig,
     JPEGRewardConfig,
     OCRRewardConfig,
+    PickScoreRewardConfig,
     PythonRewardConfig,
     WeightedRewardConfig,
 )
@@ -32,6 +33,13 @@ jpeg_compressibility = Plugin(
     options=JPEGRewardConfig,
     target="omni_trainer.rewards.jpeg:JPEGReward",
     summary="how small (or large) a picture is as a JPEG file, in kB",
+)
+
+pickscore = Plugin(
+    api=1,
+    options=PickScoreRewardConfig,
+    target="omni_trainer.rewards.pickscore:PickScoreReward",
+    summary="how well a picture fits its prompt by a CLIP model of human preference (PickScore)",
 )
 
 python = Plugin(

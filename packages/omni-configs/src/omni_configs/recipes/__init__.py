@@ -48,5 +48,39 @@ def sd3_ocr_flow_grpo(options: NoOptions) -> Recipe:
     )
 
 
+def sd3_pickscore_flow_grpo(options: NoOptions) -> Recipe:
+    """Flow-GRPO's experiment on human preference, on Stable Diffusion 3.5 Medium."""
+    del options
+    return Recipe(
+        yaml=_yaml("sd3_pickscore_flow_grpo"),
+        summary="SD3.5-M learns what people prefer by PickScore (published settings)",
+        standing=Standing.NOT_RUN,
+        hardware="as published: 32 GPUs",
+        global_batch="48 prompts x 24",
+        source=(
+            "Flow-GRPO, arXiv 2505.05470, and the `pickscore_sd3` configuration of its official code: KL "
+            "weight 0.01, scores divided by 26. Differences: no moving average of the weights; bfloat16, not "
+            "float16; the standard deviation of rewards has ddof 1, not 0."
+        ),
+    )
+
+
+def sd3_ocr_verl_omni(options: NoOptions) -> Recipe:
+    """VeRL-Omni's short OCR experiment on Stable Diffusion 3.5 Medium."""
+    del options
+    return Recipe(
+        yaml=_yaml("sd3_ocr_verl_omni"),
+        summary="SD3.5-M learns to write the quoted text of its prompts (VeRL-Omni's settings)",
+        standing=Standing.NOT_RUN,
+        hardware="as published: 3 GPUs, one of them for the reward",
+        global_batch="8 prompts x 8",
+        source=(
+            "VeRL-Omni's SD3.5-M OCR example: 384 px, cps with eta 0.8, 3 stochastic steps within the first 5, "
+            "no guidance, no KL, learning rate 1e-4. Differences: text is found and read by RapidOCR, not by "
+            "a vision-language model; its epochs end after the 100 steps that it takes by default."
+        ),
+    )
+
+
 def _yaml(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")

@@ -63,6 +63,29 @@ class JPEGRewardConfig(RewardConfig):
 
 
 @attrs.frozen(kw_only=True)
+class PickScoreRewardConfig(RewardConfig):
+    """A CLIP model of human preference, from a local directory."""
+
+    path: str
+    """Directory of the model (safetensors)."""
+    processor: str | None = None
+    """Directory of its tokenizer and image preprocessing; None takes `path`. PickScore's are those of
+    CLIP-ViT-H-14-laion2B-s32B-b79K."""
+    scale: float = attrs.field(default=26.0, validator=positive)
+    """What exp(logit_scale) cos(text, image) is divided by: 26 as Flow-GRPO does; 1 leaves it."""
+    batch_size: int = attrs.field(default=32, validator=positive)
+    """Pictures embedded together."""
+    device: str = "cpu"
+    """Device type that scores; `auto` takes the best of the machine."""
+
+    def with_paths(self, change: Callable[[str], str]) -> Self:
+        """Change where the model and its preprocessing are."""
+        processor = None if self.processor is None else change(self.processor)
+        whole = super().with_paths(change)
+        return attrs.evolve(whole, path=change(self.path), processor=processor)
+
+
+@attrs.frozen(kw_only=True)
 class PythonRewardConfig(TargetRuleConfig):
     """A function of your own, in a file of your own."""
 
