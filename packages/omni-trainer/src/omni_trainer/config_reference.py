@@ -14,7 +14,6 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import attrs
@@ -80,7 +79,7 @@ def _group(hint: Any) -> str | None:
 def _installed(group: str) -> Mapping[str, plugins.Plugin]:
     """Name as the configuration writes it -> plugin; an engine serves several model types by one name."""
     known = plugins.registry(group)
-    found = {}
+    found: dict[str, plugins.Plugin] = {}
     for name in known.names():
         found.setdefault(
             name.rpartition(".")[2] if group == plugins.ENGINES else name, known.get(name)
@@ -165,7 +164,6 @@ def _summary(cls: type[Any]) -> str:
     return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
-@cache
 def _docstrings(cls: type[Any]) -> Mapping[str, str]:
     """Field -> the docstring under it, of the class and what it derives from."""
     found: dict[str, str] = {}

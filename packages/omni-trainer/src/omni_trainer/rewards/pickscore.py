@@ -58,10 +58,10 @@ class PickScoreReward(RewardFunction):
         except ImportError as exc:
             msg = "reward 'pickscore' needs transformers: pip install 'omni-trainer[pickscore]'"
             raise ImportError(msg) from exc
-        logging.disable_progress_bar()  # a run shows its own
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call] # a run shows its own
         self._device = devices.resolve(self.options.device)
         local: dict[str, Any] = {"local_files_only": True}
-        model = CLIPModel.from_pretrained(
+        model: Any = CLIPModel.from_pretrained(
             self._root, use_safetensors=True, dtype=torch.float32, **local
         )
         self._model = model.eval().to(self._device)
@@ -101,7 +101,8 @@ class PickScoreReward(RewardFunction):
             for embeds in (said.image_embeds, said.text_embeds)
         )
         scale = self._model.logit_scale.double().exp() / self.options.scale
-        return (scale * (image * text).sum(-1)).cpu()
+        scores: Tensor = scale * (image * text).sum(-1)
+        return scores.cpu()
 
     def close(self) -> None:
         """Let the model go."""
