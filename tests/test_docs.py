@@ -1,5 +1,6 @@
 """What the documents quote exists: files, commands and links."""
 
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -60,7 +61,8 @@ def test_python_blocks_compile(page):
 @each_page
 def test_what_python_blocks_import_is_there(page):
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    lines = [line for block in found for line in block.splitlines()]
-    for line in lines:
-        if line.startswith(("from omni_", "import omni_")):
-            exec(line, {})
+    for block in found:
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            text = ast.unparse(node) if isinstance(node, ast.Import | ast.ImportFrom) else ""
+            if text.startswith(("from omni_", "import omni_")):
+                exec(text, {})

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
 
+from tiny_models.parts import autoencoder
 from tiny_models.saved import saved
 from tiny_models.text import (
     CLIP_DIM,
@@ -58,19 +58,7 @@ def _sd3(shift: float) -> StableDiffusion3Pipeline:
             qk_norm="rms_norm",
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=shift),
-        vae=AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(8, 16, 16),
-            layers_per_block=1,
-            latent_channels=8,
-            norm_num_groups=4,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            mid_block_add_attention=False,
-            scaling_factor=1.3,
-            shift_factor=0.05,
-        ),
+        vae=autoencoder(channels=8),
         text_encoder=clip_encoder(clip, "quick_gelu"),
         tokenizer=clip,
         text_encoder_2=clip_encoder(clip, "gelu"),

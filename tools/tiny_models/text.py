@@ -10,6 +10,11 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Config,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -20,11 +25,20 @@ WORDS = ("a", "sign", "that", "reads", "red", "blue", "photo", "of", "the")
 CLIP_LENGTH = 16
 T5_DIM = 32
 CLIP_DIM = 8
+QWEN_DIM = 16
+GEMMA_DIM = 16
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""What a chat model's tokenizer makes of messages."""
 
 
-def clip_encoder(tokenizer: Any, activation: str) -> CLIPTextModelWithProjection:
+def clip_encoder(
+    tokenizer: Any, activation: str, kind: type[Any] = CLIPTextModelWithProjection
+) -> Any:
     """A CLIP text encoder of two layers."""
-    return CLIPTextModelWithProjection(
+    return kind(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=CLIP_DIM,
@@ -42,10 +56,12 @@ def clip_encoder(tokenizer: Any, activation: str) -> CLIPTextModelWithProjection
     )
 
 
-def t5_encoder(tokenizer: Any) -> T5EncoderModel:
+def t5_encoder(
+    tokenizer: Any, kind: type[Any] = T5EncoderModel, config: type[Any] = T5Config
+) -> Any:
     """A T5 encoder of one layer."""
-    return T5EncoderModel(
-        T5Config(
+    return kind(
+        config(
             vocab_size=len(tokenizer),
             d_model=T5_DIM,
             d_kv=8,
@@ -89,3 +105,54 @@ def t5_tokenizer(
     pieces += [(character, -3.0) for character in characters]
     pieces += [(space + word, -1.0) for word in words]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """A Qwen tokenizer that knows single characters, with a chat template."""
+    vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
+    for extra in ("\u0120", "\u010a", "<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        vocabulary.setdefault(extra, len(vocabulary))
+    return Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], pad_token="<|endoftext|>", chat_template=CHAT
+    )
+
+
+def qwen3_config(tokenizer: Any, *, layers: int) -> Qwen3Config:
+    """Of a Qwen3 model."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=QWEN_DIM,
+        intermediate_size=16,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        initializer_range=0.3,  # so that prompts differ by something
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """A Gemma tokenizer that knows single characters."""
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "\n", "\u2581", *CHARACTERS]
+    return GemmaTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+
+
+def gemma_encoder(tokenizer: Any) -> Gemma2Model:
+    """A Gemma2 encoder of one layer."""
+    return Gemma2Model(
+        Gemma2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=GEMMA_DIM,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            max_position_embeddings=4096,
+            initializer_range=0.3,
+        )
+    )

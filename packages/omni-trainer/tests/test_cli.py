@@ -98,6 +98,37 @@ def test_plugins_load_finds_what_cannot_be_imported(stranger, capsys):
     assert "broken: ModuleNotFoundError: No module named 'stranger_missing'" in lines[0]
 
 
+def test_models_shows_what_a_family_supports_and_who_samples_it(tmp_path, monkeypatch, capsys):
+    module = (
+        "from omni_core import NoOptions, Plugin\n"
+        "from omni_core.testing.toys.family import ToyFamily\n"
+        "from omni_core.testing.toys.rollout import ToyRollout\n"
+        "class Other(ToyRollout):\n"
+        "    pipeline_classes = ('OtherPipeline',)\n"
+        "model = Plugin(api=1, options=NoOptions, target='model_module:ToyFamily')\n"
+        "lost = Plugin(api=1, options=NoOptions, target='model_missing:X')\n"
+        "every = Plugin(api=1, options=NoOptions, target='model_module:ToyRollout')\n"
+        "other = Plugin(api=1, options=NoOptions, target='model_module:Other')\n"
+    )
+    points = (
+        "[omni.models]\nmade_here = model_module:model\nlost_here = model_module:lost\n"
+        "[omni.rollouts]\nevery_here = model_module:every\nother_here = model_module:other\n"
+    )
+    install(tmp_path, "modeller", entry_points=points, modules={"model_module": module})
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    code = cli.main(["models"])
+
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    cells = [cell.strip() for cell in lines["made_here"].split("  ") if cell.strip()]
+    assert cells[1:6] == ["modeller", "ToyPipeline", "text-to-image", "image", "masked"]
+    assert cells[6] == "classifier-free"
+    assert "every_here" in cells[-1]
+    assert "other_here" not in cells[-1]
+    assert "broken: ModuleNotFoundError" in lines["lost_here"]
+    assert code == 1
+
+
 def test_recipes_shows_standing_hardware_and_batch(tmp_path, monkeypatch, capsys):
     module = (
         "from omni_core import NoOptions, Plugin, Recipe, Standing\n"

@@ -88,6 +88,9 @@ class BaseRollout(ABC):
     decode_seconds: float | None = None
     """Spent turning latents into media so far; None where that is not told apart from sampling."""
 
+    pipeline_classes: tuple[str, ...] | None = None
+    """`_class_name` values of the pipelines that it samples from; None for those of every model family."""
+
     @property
     @abstractmethod
     def state(self) -> RolloutState:

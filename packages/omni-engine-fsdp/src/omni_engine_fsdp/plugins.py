@@ -33,3 +33,31 @@ sd3 = Plugin(
     target="omni_engine_fsdp.families.sd3:SD3Family",
     summary="Stable Diffusion 3 and 3.5",
 )
+
+flux = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.flux:FluxFamily",
+    summary="FLUX.1: dev (guidance scale as an input) and schnell",
+)
+
+flux2 = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.flux2:Flux2Family",
+    summary="FLUX.2 [klein], base and distilled",
+)
+
+z_image = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.z_image:ZImageFamily",
+    summary="Z-Image and Z-Image-Turbo",
+)
+
+sana = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.sana:SanaFamily",
+    summary="SANA and SANA 1.5",
+)

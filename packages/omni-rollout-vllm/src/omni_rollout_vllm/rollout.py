@@ -34,7 +34,7 @@ from omni_rollout_vllm import messages, upstream
 from omni_rollout_vllm.buckets import BucketStore, bit_sums
 from omni_rollout_vllm.engine_link import EngineDiedError, EngineLink
 from omni_rollout_vllm.engine_pool import EnginePool
-from omni_rollout_vllm.families import Folder, family_of
+from omni_rollout_vllm.families import FAMILIES, Folder, family_of
 from omni_rollout_vllm.jobs import Job, Work
 from omni_rollout_vllm.options import AdapterForm, Executor, VllmOmniRolloutConfig
 from omni_rollout_vllm.request_check import Served, check_requests
@@ -66,6 +66,9 @@ class VllmOmniRollout(BaseRollout):
 
     replays_exactly = False
     """Its kernels are not the training engine's: a replay differs in the last bits."""
+
+    pipeline_classes = tuple(FAMILIES)
+    """Those that it has a recording pipeline for."""
 
     def __init__(self, options: VllmOmniRolloutConfig, *, engine: Any) -> None:
         upstream.check(internals=False)

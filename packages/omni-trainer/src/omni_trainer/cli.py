@@ -23,6 +23,7 @@ exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration,
             130 interrupted (Ctrl-C), 143 terminated (SIGTERM)
 
   omni recipes                                what can be trained
+  omni models                                 the model families, and what each supports
   omni config show quickstart                 every value and where it comes from
   omni train quickstart trainer.steps=10      train a recipe, with a value changed
   omni train my_run.yaml                      train from a file of your own
@@ -84,6 +85,13 @@ def _recipes(args: argparse.Namespace) -> int:
     from omni_trainer.commands import catalogue
 
     return catalogue.recipes()
+
+
+def _models(args: argparse.Namespace) -> int:
+    del args
+    from omni_trainer.commands import models
+
+    return models.models()
 
 
 def _plugins(args: argparse.Namespace) -> int:
@@ -184,6 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
     describe.set_defaults(command=_describe)
 
     add("recipes", "List what can be trained.").set_defaults(command=_recipes)
+    add("models", "List model families and what each supports.").set_defaults(command=_models)
     listing = add("plugins", "List installed plugins and the packages that they come from.")
     listing.add_argument(
         "--load", action="store_true", help="also import every implementation, to find broken ones"

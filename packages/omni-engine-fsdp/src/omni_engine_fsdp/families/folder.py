@@ -30,6 +30,8 @@ class PipelineFolder:
     """`_class_name` of the index: the diffusers pipeline that the folder was saved from."""
     components: dict[str, tuple[str, str]]
     """Component -> (library, class name); those that are absent (null) are left out."""
+    settings: dict[str, Any] = attrs.field(factory=dict)
+    """What else the index says of the pipeline, such as `is_distilled`."""
 
     @classmethod
     def open(cls, path: str) -> PipelineFolder:
@@ -57,7 +59,17 @@ class PipelineFolder:
             for name, value in index.items()
             if isinstance(value, list) and len(value) == 2 and None not in value
         }
-        return cls(root=root, pipeline_class=index["_class_name"], components=components)
+        settings = {
+            name: value
+            for name, value in index.items()
+            if not isinstance(value, list) and not name.startswith("_")
+        }
+        return cls(
+            root=root,
+            pipeline_class=index["_class_name"],
+            components=components,
+            settings=settings,
+        )
 
     def expect(self, family: str, pipeline_classes: Sequence[str]) -> None:
         """Check that a family serves this pipeline.

@@ -1,0 +1,166 @@
+"""FLUX.1: guidance-distilled (dev) or step-distilled (schnell), CLIP and T5, fixed text length.
+
+The guidance scale of dev is an input of the transformer, so there is one forward at any scale and no
+negative prompt; schnell takes no scale. Letters: G prompts, B rows, N image patches, C H W latents.
+Source: github.com/black-forest-labs/flux and the FluxPipeline of diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+from omni_core.families.flux import FluxConditioning
+from omni_core.model import Guidance, GuidanceKind, Step, TextLayout
+from omni_core.options import DiffusionSamplingConfig
+from omni_core.reverse_step import Latents
+from omni_core.schedule import FlowMatchSchedule
+from omni_core.trajectory import Conditioning
+from omni_engine_fsdp.families.folder_family import FolderFamily, shift_keywords, sigmas_of
+from omni_engine_fsdp.families.image_codec import IMAGE, KLCodec
+from omni_engine_fsdp.families.packing import PATCH, grid_ids, pack, unpack
+from omni_engine_fsdp.families.text_encoders import StockConditioner
+from omni_engine_fsdp.families.transformer import (
+    JOINT_ATTENTION,
+    TransformerDenoiser,
+    conditioning_of,
+    float32_inputs,
+)
+
+MAX_TEXT = 512
+"""T5 tokens that the stock pipeline takes at most."""
+AXES = 3
+"""Of a token's place: unused, row, column."""
+
+
+class FluxDenoiser(TransformerDenoiser):
+    """The transformer over packed latents; its guidance scale is an input."""
+
+    targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
+    blocks = ("transformer_blocks", "single_transformer_blocks")
+
+    def branches(self, guidance: Guidance) -> int:
+        """One, at any scale."""
+        del guidance
+        return 1
+
+    def single_branch(self, guidance: Guidance) -> Guidance:
+        """The same: without its scale the module is not defined."""
+        return guidance
+
+    def velocity(
+        self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
+    ) -> Latents:
+        """Predict the velocity as the stock pipeline does.
+
+        Returns:
+            `image` -> [B, C, H, W], float32 (float64 where the transformer computes in it).
+        """
+        own = conditioning_of(conditioning, FluxConditioning)
+        sample, transformer = latents[IMAGE], cast(Any, self.transformer)
+        sigma = step.timestep / 1000  # as the stock pipeline rounds it
+        scale = None
+        if transformer.config.guidance_embeds:
+            scale = torch.full_like(sigma, guidance.scale)
+        height, width = (side // PATCH for side in sample.shape[-2:])
+        text = own.prompt_embeds.to(self.dtype)
+        times = [each * 1000 for each in (sigma, scale) if each is not None]
+        with float32_inputs(transformer.time_text_embed.time_proj, *times):
+            predicted = transformer(
+                hidden_states=pack(sample).to(self.dtype),
+                timestep=sigma,
+                guidance=scale,
+                pooled_projections=own.pooled.to(self.dtype),
+                encoder_hidden_states=text,
+                txt_ids=torch.zeros(text.shape[1], AXES, device=sample.device),
+                img_ids=grid_ids(height, width, AXES, sample.device),
+                return_dict=False,
+            )[0]
+        return {IMAGE: unpack(self.widened(predicted), sample)}
+
+
+class FluxConditioner(StockConditioner):
+    """`encode_prompt` of a FluxPipeline that holds tokenizers and frozen encoders alone."""
+
+    layout = TextLayout.FIXED
+    encoders = ("text_encoder", "text_encoder_2")
+    takes_scale = True
+    """Whether the transformer has a guidance scale as an input."""
+
+    @torch.no_grad()
+    def encode(
+        self, prompts: Sequence[str], *, negative_prompt: str, guidance: Guidance
+    ) -> FluxConditioning:
+        """Encode G prompts.
+
+        Raises:
+            ValueError: a negative prompt, or a guidance scale that the transformer does not take.
+        """
+        if negative_prompt:
+            raise ValueError(
+                "negative_prompt: FLUX.1 has no negative branch (its guidance scale is an input of the "
+                "transformer); leave it empty"
+            )
+        if not self.takes_scale and guidance.scale != 1.0:
+            raise ValueError(
+                f"guidance_scale {guidance.scale}: this FLUX.1 takes no guidance (guidance_embeds is "
+                "false in its transformer's config); take 1.0"
+            )
+        text, pooled, _ = self.pipeline.encode_prompt(
+            prompt=list(prompts),
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return FluxConditioning(prompt_embeds=text, pooled=pooled)
+
+
+class FluxFamily(FolderFamily):
+    """Loads the parts of a FluxPipeline folder."""
+
+    name = "flux"
+    pipeline_classes = ("FluxPipeline",)
+    transformer_class = FluxTransformer2DModel
+    guidance = GuidanceKind.EMBEDDED
+    lora_targets = FluxDenoiser.targets
+
+    def load_denoiser(self, dtype: torch.dtype) -> FluxDenoiser:
+        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
+        return FluxDenoiser(self.load_transformer(dtype), self.compute_dtype)
+
+    def load_conditioner(self, dtype: torch.dtype) -> FluxConditioner:
+        """Read tokenizers and encoders.
+
+        Raises:
+            ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
+        """
+        length = self.check_text_length(MAX_TEXT)
+        pipeline = self.load_text_pipeline(
+            FluxPipeline, dtype=dtype, image_encoder=None, feature_extractor=None
+        )
+        conditioner = FluxConditioner(pipeline, max_sequence_length=length)
+        conditioner.takes_scale = self.transformer_config["guidance_embeds"]
+        return conditioner
+
+    def load_codec(self, dtype: torch.dtype) -> KLCodec:
+        """Read the autoencoder."""
+        scale = self.autoencoder_scale(AutoencoderKL)
+        return KLCodec(
+            self.folder.load("vae", AutoencoderKL, dtype=dtype),
+            channels=self.transformer_config["in_channels"] // PATCH**2,
+            scale=scale,
+            unit=scale * PATCH,
+        )
+
+    def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
+        """Evenly spaced sigmas, shifted by the size of the picture where the scheduler is dynamic."""
+        scheduler, steps = self.scheduler(), sampling.num_inference_steps
+        unit = self.autoencoder_scale(AutoencoderKL) * PATCH
+        size = self.config.pipeline
+        tokens = (size.height // unit) * (size.width // unit)
+        shift = shift_keywords(scheduler.config, calculate_shift, tokens, most=1.15)
+        return sigmas_of(scheduler, sigmas=np.linspace(1.0, 1 / steps, steps), **shift)

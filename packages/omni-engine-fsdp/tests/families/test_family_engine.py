@@ -1,0 +1,98 @@
+"""Every family in the engine: its rollout echoes what it used, and its export is the stock pipeline's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+
+from omni_core.choices import StepKind
+from omni_core.model import NO_GUIDANCE, Guidance, Step
+from omni_core.options import CheckpointConfig, DiffusionModelConfig, LoRAConfig
+from omni_core.testing.samples import requests_for
+from omni_core.trajectory import SamplingSpec
+from omni_engine_fsdp import (
+    EngineRollout,
+    EngineRolloutConfig,
+    FSDPEngineConfig,
+    PPODiffusersFSDPEngine,
+)
+
+
+@pytest.fixture(scope="module")
+def engine(loaded: Any) -> PPODiffusersFSDPEngine:
+    """Rank 2, alpha 8; its factors B are not zero."""
+    model = DiffusionModelConfig(
+        path=str(loaded.path), pipeline=loaded.case.size, lora=LoRAConfig(rank=2, alpha=8.0)
+    )
+    built = PPODiffusersFSDPEngine(model, FSDPEngineConfig(device="cpu"), None, CheckpointConfig())
+    built.initialize()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in built.trained().items():
+        if "lora_B" in name:
+            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.detach().copy_(drawn)
+    return built
+
+
+@torch.no_grad()
+def test_case_22_case_25_the_exported_lora_loads_in_the_stock_pipeline(
+    engine: PPODiffusersFSDPEngine, loaded: Any, tmp_path: Path
+) -> None:
+    """CASES 22 and 25: every name that is written is bound; outputs within 1e-5, scale 4.0."""
+    file = engine.export_adapter(tmp_path)
+    with safe_open(file, framework="pt") as opened:
+        written = {name.removeprefix("transformer.") for name in opened.keys()}  # noqa: SIM118
+    pipeline = loaded.stock()
+    pipeline.load_lora_weights(tmp_path)
+    layers = {
+        name: layer
+        for name, layer in pipeline.transformer.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+    assert written == {f"{name}.lora_{side}.weight" for name in layers for side in "AB"}
+    assert {scale for layer in layers.values() for scale in layer.scaling.values()} == {4.0}
+
+    scale, negative = loaded.case.guided, loaded.case.negative
+    conditioning = loaded.encode(("a red sign", "blue"), scale, negative)
+    rows = torch.zeros(2, dtype=torch.int64)
+    step = Step(index=rows, sigma=loaded.schedule.at(rows)[0])
+    first = loaded.run_stock(scale, negative, pipeline)[0]
+    with engine.eval_mode():
+        found = engine.denoiser.velocity(
+            loaded.ours(first.sample), step, conditioning, Guidance(scale=scale)
+        )
+        with engine.disable_adapter():
+            base = engine.denoiser.velocity(
+                loaded.ours(first.sample), step, conditioning, Guidance(scale=scale)
+            )
+    for name, value in loaded.ours(first.velocity).items():
+        torch.testing.assert_close(found[name], value, rtol=0.0, atol=1e-5)
+        assert (base[name] - value).abs().max() > 1e-3
+
+
+def test_case_32_no_guidance_is_reported_as_such(
+    engine: PPODiffusersFSDPEngine, loaded: Any
+) -> None:
+    """CASES 32: 1.0 asked, 1.0 used, one branch."""
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
+    size = loaded.case.size
+    spec = SamplingSpec(
+        sigmas=loaded.schedule.values(),
+        guidance_scale=1.0,
+        height=size.height,
+        width=size.width,
+        max_sequence_length=size.max_sequence_length,
+        num_frames=size.num_frames,
+        kind=StepKind.SDE,
+        noise_level=0.7,
+    )
+    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
+    assert trajectory.effective == spec
+    assert trajectory.log_probs.isfinite().all()
+    assert engine.denoiser.branches(NO_GUIDANCE) == 1
