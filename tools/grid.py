@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import enum
 import importlib.metadata
+import io
 import json
 import math
 import subprocess
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,8 @@ class Model:
         file.write_text(yaml.safe_dump(self.config(algorithm)))
         loaded = load_run(str(file))
         run_dir = self.work / name
-        run_training(loaded.config, run_dir=run_dir, resolved=loaded.resolved)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # its progress
+            run_training(loaded.config, run_dir=run_dir, resolved=loaded.resolved)
         return run_dir
 
     def teacher(self) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 
 def saved(
@@ -28,5 +29,11 @@ def saved(
         pipeline = make()
     if dtype is not torch.float32:
         pipeline.to(dtype)
-    pipeline.save_pretrained(directory)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        pipeline.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return directory

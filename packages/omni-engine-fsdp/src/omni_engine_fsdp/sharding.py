@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ def shard(
         reshard_after_forward: Free gathered parameters after the forward of each of the units.
     """
     for module in (*units, expert):
+        module.register_forward_hook(_owned_outputs)
         fully_shard(
             module,
             mesh=mesh,
@@ -95,6 +97,15 @@ def shard(
             reshard_after_forward=reshard_after_forward and module is not expert,
             ignored_params=set(whole) or None,
         )
+
+
+def _owned_outputs(module: nn.Module, inputs: object, outputs: Any) -> Any:
+    """Copy outputs that are views: FSDP2 hangs its backward hook on an output, which a view can lose."""
+    if isinstance(outputs, Tensor):
+        return outputs.clone() if outputs._is_view() else outputs
+    if type(outputs) in (tuple, list):
+        return type(outputs)(_owned_outputs(module, inputs, output) for output in outputs)
+    return outputs
 
 
 def units_of(expert: nn.Module) -> list[FSDPModule]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderDC, SanaPipeline, SanaTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni_core.families.sana import SanaConditioning
 from omni_core.model import Guidance, Step, TextLayout
@@ -46,10 +46,6 @@ class SanaDenoiser(TransformerDenoiser):
     """The linear transformer with classifier-free guidance."""
 
     targets = ATTENTION
-
-    def __init__(self, transformer: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__(transformer, dtype)
-        transformer.register_forward_hook(_owned)
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
@@ -87,11 +83,6 @@ class SanaDenoiser(TransformerDenoiser):
         )[0]
         # Some are trained to predict a variance too, which is not used.
         return self.widened(predicted[:, : sample.shape[1]])
-
-
-def _owned(_: nn.Module, __: object, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy what the module returns as a view: FSDP2 hangs its backward hook on the output."""
-    return tuple(output.clone() for output in outputs)
 
 
 class SanaConditioner(StockConditioner):
