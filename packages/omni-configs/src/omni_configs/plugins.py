@@ -18,6 +18,10 @@ sd3_pickscore_flow_grpo = _recipe(
     "sd3_pickscore_flow_grpo", "Flow-GRPO's published PickScore settings for SD3.5-M"
 )
 
+flux_pickscore_flow_grpo = _recipe(
+    "flux_pickscore_flow_grpo", "Flow-GRPO's published PickScore settings for FLUX.1-dev"
+)
+
 
 def _by_algorithm(name: str, summary: str) -> Plugin:
     target = f"omni_configs.recipes.by_algorithm:{name}"

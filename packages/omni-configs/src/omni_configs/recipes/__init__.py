@@ -82,5 +82,23 @@ def sd3_ocr_verl_omni(options: NoOptions) -> Recipe:
     )
 
 
+def flux_pickscore_flow_grpo(options: NoOptions) -> Recipe:
+    """Flow-GRPO's experiment on human preference, on FLUX.1-dev."""
+    del options
+    return Recipe(
+        yaml=_yaml("flux_pickscore_flow_grpo"),
+        summary="FLUX.1-dev learns what people prefer by PickScore (published settings)",
+        standing=Standing.NOT_RUN,
+        hardware="as published: 32 GPUs",
+        global_batch="48 prompts x 24",
+        source=(
+            "Flow-GRPO, arXiv 2505.05470, and the `pickscore_flux` configuration of its official code: 6 steps "
+            "at guidance 3.5, eta 0.9, no KL, LoRA of rank 64 on attention and feed-forward, 128 text tokens. "
+            "Differences: no moving average of the weights; the standard deviation of rewards has ddof 1, "
+            "not 0; timesteps and the guidance scale condition the model in float32, not in bfloat16."
+        ),
+    )
+
+
 def _yaml(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
