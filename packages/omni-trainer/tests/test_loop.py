@@ -7,8 +7,10 @@ import types
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from omni_core import plugins
+from omni_core.metrics import Moments
 from omni_core.plugins import Plugin
 from omni_core.reward import RewardResult
 from omni_core.schedule import FlowMatchSchedule
@@ -23,9 +25,11 @@ from omni_core.testing.toys import (
 from omni_trainer.canary import CanaryError
 from omni_trainer.data import PromptFileError
 from omni_trainer.group import WorkerError
+from omni_trainer.loop import update_metrics
 from omni_trainer.reporting.metric_names import describe
 from omni_trainer.run_directory import RunDirectory, RunDirectoryError
 from omni_trainer.samples import UnscoredError
+from omni_trainer.workers.actor_rollout_ref import UpdateResult
 
 
 @pytest.fixture
@@ -330,6 +334,29 @@ def test_case_30_steps_without_a_finite_gradient_are_counted_and_end_the_run(
     assert ["actor/grad_norm" in line for line in lines] == [True, False, False]
     checkpoints = RunDirectory(tmp_path / "run").checkpoints(2)
     assert [one.step for one in checkpoints.complete()] == [2, 3]
+
+
+def test_a_number_that_is_not_finite_is_left_out():
+    """What comes of it, a step that is not taken, is counted."""
+    parts = {"loss": [math.nan, 1.0], "ratio": [1.0, math.inf], "kl": [0.5, 1.5], "unused": []}
+    found = update_metrics(
+        [
+            UpdateResult(
+                metrics={name: Moments.of(torch.tensor(values)) for name, values in parts.items()},
+                lr=1e-3,
+                skipped=1,
+                weight_version=4,
+            )
+        ]
+    )
+
+    assert found == {
+        "actor/ratio_min": 1.0,
+        "actor/kl": 1.0,
+        "actor/lr": 1e-3,
+        "actor/skipped_steps": 1.0,
+        "actor/weight_version": 4.0,
+    }
 
 
 class Broken(ToyRollout):

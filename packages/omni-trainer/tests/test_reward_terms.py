@@ -8,6 +8,7 @@ import torch
 from omni_core.choices import RewardScale
 from omni_core.options import AlgorithmConfig, RewardTerm
 from omni_core.reward import RewardResult
+from omni_trainer.samples import detail_means
 from omni_trainer.scores import _summed
 
 GROUPS = ["a", "a", "b", "b"]
@@ -61,3 +62,12 @@ def test_a_number_that_is_not_there_is_named():
         summed(RewardScale.NONE, taste=1.0)
     with pytest.raises(ValueError, match="no number named 'read'"):
         summed(RewardScale.NONE, read=1.0)
+
+
+def test_a_detail_that_is_not_finite_is_in_no_mean():
+    results = [
+        RewardResult(value=1.0, details={"contrast": value, "read": "47"})
+        for value in (1.0, float("nan"), 3.0)
+    ]
+    assert detail_means(results) == {"contrast": 2.0}
+    assert detail_means(results[1:2]) == {}

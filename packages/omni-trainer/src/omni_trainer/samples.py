@@ -5,6 +5,7 @@ Scoring goes on while others are sampled; the driver sees metadata and scores, n
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -134,7 +135,7 @@ def reward_input(row: PromptRow) -> RewardInput:
 
 
 def detail_means(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Average the numbers that a reward gave beside its scores; texts are left out.
+    """Average the numbers that a reward gave beside its scores; texts, and what is not finite, are left out.
 
     Raises:
         ValueError: one has a name that another metric has.
@@ -142,7 +143,7 @@ def detail_means(results: Sequence[RewardResult]) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for result in results:
         for name, value in result.details.items():
-            if not isinstance(value, str):
+            if not isinstance(value, str) and math.isfinite(value):
                 found.setdefault(name, []).append(float(value))
     taken = sorted(found.keys() & set(RESERVED))
     if taken:

@@ -90,7 +90,7 @@ def where_it_is(run_dir: Path) -> str:
         then = f"it has no checkpoint yet: `omni resume {run_dir}` starts it from the beginning"
     else:
         then = f"`omni resume {run_dir}` goes on after {_steps(newest.step)}"
-    return f"the run is in {run_dir}; {then}"
+    return f"the run is in {run_dir}; {then}; `omni doctor {run_dir}` says what it shows"
 
 
 def _steps(count: int) -> str:
@@ -112,6 +112,7 @@ def _tell(summary: RunSummary) -> None:
     for name, path in files.items():
         if path is not None:
             print(f"{name}: {path}")
+    print(f"a page of it all: `omni report {summary.run_dir}`")
 
 
 def _scores(found: Evaluation) -> str:
