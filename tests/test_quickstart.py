@@ -127,4 +127,6 @@ def test_a_quickstart_that_stops_says_where_it_is_and_how_to_go_on(
     assert quickstart.main(["trainer.name=q"]) == code
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(said)
-    assert last.endswith("`omni resume runs/q` starts it from the beginning; `omni doctor runs/q` says what it shows")
+    assert last.endswith(
+        "`omni resume runs/q` starts it from the beginning; `omni doctor runs/q` says what it shows"
+    )

@@ -178,6 +178,7 @@ def _next(run: Path) -> str:
         "  omni config show quickstart                       every value, and where it comes from",
         "  omni train quickstart algorithm.window_size=2     train two steps of each sample, not five",
         "  omni train quickstart data.train=FILE             other prompts of this form, one a line",
+        f"  omni report {run}",
         f"  omni eval {run}",
     ]
     return "\n".join(lines)

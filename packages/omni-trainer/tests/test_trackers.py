@@ -144,6 +144,10 @@ def test_a_run_that_fails_says_so_to_its_tracker(fake_wandb, train, stopped):
     assert fake_wandb[-1] == ("finish", 1)
 
 
+class OutOfReachError(Exception):
+    """Stands for MlflowException."""
+
+
 @pytest.fixture
 def fake_mlflow(monkeypatch):
     calls = []
@@ -166,6 +170,8 @@ def fake_mlflow(monkeypatch):
             return lambda *args, **kwargs: calls.append((name, *args, kwargs))
 
     entities = types.SimpleNamespace(Param=lambda *a: a, Metric=lambda n, v, _, s: (n, v, s))
+    errors = types.SimpleNamespace(MlflowException=OutOfReachError)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
     monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=Client))
@@ -199,6 +205,33 @@ def test_mlflow_is_sent_every_step_once(fake_mlflow, tmp_path, picture):
     ]
 
 
+def test_a_server_that_is_away_ends_no_run_and_gets_its_steps_later(
+    fake_mlflow, tmp_path, picture, monkeypatch
+):
+    tracker = build("mlflow", uri="http://localhost:1")
+    tracker.open(tmp_path, {}, offset=None)
+    fake_mlflow.clear()
+
+    def away(*args, **kwargs):
+        raise OutOfReachError("no route")
+
+    with monkeypatch.context() as patch:
+        for name in ("log_batch", "log_artifact"):
+            patch.setattr(tracker._client, name, away, raising=False)
+        tracker.image(1, "train", picture)
+        tracker.log(1, {"reward/mean": 0.1})
+        tracker.log(2, {"reward/mean": 0.2})
+        assert tracker.position() == 0
+    tracker.log(3, {"reward/mean": 0.3})
+    assert [call[2]["metrics"][0] for call in fake_mlflow] == [
+        ("reward/mean", step / 10, step) for step in (1, 2, 3)
+    ]
+    assert tracker.position() == 4
+
+    monkeypatch.setattr(tracker._client, "set_terminated", away, raising=False)
+    tracker.close()
+
+
 def test_mlflow_without_a_server_is_a_sentence(fake_mlflow, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(PluginError, match="needs a server: set MLFLOW_TRACKING_URI"):
@@ -207,7 +240,7 @@ def test_mlflow_without_a_server_is_a_sentence(fake_mlflow, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_extra_is_a_sentence_before_anything_starts(name, train, monkeypatch, tmp_path):
-    for module in (name, f"{name}.entities", f"{name}.tracking"):
+    for module in (name, f"{name}.entities", f"{name}.tracking", f"{name}.exceptions"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PluginError, match=rf"pip install 'omni-trainer\[{name}\]'"):
         train(f"trainer.trackers=[{name}]")

@@ -86,8 +86,9 @@ def _kind(record: RunRecord) -> str:
     assert status is not None
     if status.disk_full or "No space left on device" in status.said:
         return "disk_full"
+    first, _, _ = status.said.partition("\n")
     for error, key in _BY_ERROR.items():
-        if error in (status.error, *status.said.split(": ")[:3]) or f"{error}:" in status.said:
+        if status.error == error or f"{error}: " in first:
             return key
     if status.died:
         return "worker_died"

@@ -1,19 +1,27 @@
-"""An MLflow tracking server, by the extra `omni-trainer[mlflow]`: metrics, parameters and picture grids."""
+"""An MLflow tracking server, by the extra `omni-trainer[mlflow]`: metrics, parameters and picture grids.
+
+A server that does not answer for a while ends no run: its steps wait and are sent with a later one.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from omni_core.config import leaves
 from omni_core.plugins import PluginError
 from omni_core.tracking import Tracker
 from omni_trainer.reporting.options import MLflowOptions
 from omni_trainer.reporting.remote_run import RemoteRun
+
+log = structlog.get_logger()
 
 SERVICE = "mlflow"
 VARIABLE = "MLFLOW_TRACKING_URI"
@@ -34,6 +42,7 @@ class MLflowTracker(Tracker):
         try:
             self._entities: Any = importlib.import_module("mlflow.entities")
             tracking: Any = importlib.import_module("mlflow.tracking")
+            self._error: Any = importlib.import_module("mlflow.exceptions").MlflowException
         except ModuleNotFoundError as exc:
             msg = "trainer.trackers: mlflow is not installed; `pip install 'omni-trainer[mlflow]'`"
             raise PluginError(msg) from exc
@@ -47,6 +56,8 @@ class MLflowTracker(Tracker):
         self.options = options
         self._client: Any = tracking.MlflowClient(uri)
         self._sent: RemoteRun | None = None
+        self._waiting: deque[tuple[int, list[Any]]] = deque()
+        """(step, metrics) that the server has not taken yet."""
 
     def open(self, directory: Path, config: Mapping[str, Any], *, offset: int | None) -> None:
         """Start a run, or go on with the one that this directory already is."""
@@ -72,28 +83,50 @@ class MLflowTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step, unless it was sent before a resume."""
+        if not self._record.knows(step):
+            now = int(time.time() * 1000)
+            self._waiting.append(
+                (step, [self._entities.Metric(name, v, now, step) for name, v in metrics.items()])
+            )
+            self._send()
+
+    def _send(self) -> None:
+        """Send what waits, in order; what the server does not take now goes on waiting."""
         record = self._record
-        if record.knows(step):
-            return
-        now = int(time.time() * 1000)
-        values = [self._entities.Metric(name, value, now, step) for name, value in metrics.items()]
-        self._client.log_batch(record.run_id, metrics=values)
-        record.told(step)
+        while self._waiting:
+            step, values = self._waiting[0]
+            try:
+                self._client.log_batch(record.run_id, metrics=values)
+            except self._error as exc:
+                waiting = len(self._waiting)
+                log.warning("tracker.not_sent", tracker=SERVICE, steps=waiting, error=str(exc))
+                return
+            record.told(step)
+            self._waiting.popleft()
 
     def image(self, step: int, name: str, path: Path) -> None:
-        """Send a picture as the artifact `samples/FILE`."""
-        if not self._record.knows(step):
+        """Send a picture as the artifact `samples/FILE`; one that is not taken stays in the run directory."""
+        if self._record.knows(step):
+            return
+        try:
             self._client.log_artifact(self._record.run_id, str(path), f"samples/{name}")
+        except self._error as exc:
+            log.warning("tracker.not_sent", tracker=SERVICE, picture=str(path), error=str(exc))
 
     def position(self) -> int:
         """The step that comes next."""
         return self._record.last_step + 1
 
     def close(self, *, failed: bool = False) -> None:
-        """End the run, as failed or finished."""
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            self._client.set_terminated(sent.run_id, "FAILED" if failed else "FINISHED")
+        """Send what waits, and end the run, as failed or finished."""
+        if self._sent is None:
+            return
+        self._send()
+        run_id, self._sent = self._sent.run_id, None
+        try:
+            self._client.set_terminated(run_id, "FAILED" if failed else "FINISHED")
+        except self._error as exc:
+            log.warning("tracker.not_ended", tracker=SERVICE, run=run_id, error=str(exc))
 
     @property
     def _record(self) -> RemoteRun:
