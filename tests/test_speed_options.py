@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from omni_core.config import ConfigError
+from omni_engine_fsdp.families.sd3 import SD3Conditioner
 from omni_trainer.config import load_run
 from omni_trainer.run import run_training
 
@@ -55,11 +56,22 @@ def test_a_merged_adapter_samples_what_trains_the_same(tmp_path, plain):
     assert apart(adapter, plain[1]) <= 1e-2
 
 
-def test_scores_do_not_depend_on_when_they_are_made(tmp_path, plain):
-    lines, adapter = train(tmp_path / "run", "trainer.overlap_rewards=false")
+def test_scores_do_not_depend_on_when_they_are_made(tmp_path, plain, monkeypatch):
+    """Nor is a prompt encoded more than once for its samples, which this run counts besides."""
+    encoded = []
+    original = SD3Conditioner.encode
+
+    def counting(self, prompts, **how):
+        encoded.append(len(prompts))
+        return original(self, prompts, **how)
+
+    monkeypatch.setattr(SD3Conditioner, "encode", counting)
+    run = ("trainer.overlap_rewards=false", "data.heldout=null")
+    lines, adapter = train(tmp_path / "run", *run)
 
     assert [li["reward/mean"] for li in lines] == [li["reward/mean"] for li in plain[0]]
     assert apart(adapter, plain[1]) == 0.0
+    assert encoded == [2] * STEPS  # prompts of a step, with 4 samples each
 
 
 @pytest.mark.parametrize(
