@@ -220,6 +220,12 @@ class Loaded:
 
     def run_stock(self, scale: float, negative: str, pipeline: Any = None) -> list[StockStep]:
         """Let the stock pipeline draw the samples of `SEEDS`; returns what its scheduler saw."""
+        return self.draw_stock(scale, negative, pipeline)[0]
+
+    def draw_stock(
+        self, scale: float, negative: str, pipeline: Any = None, *, output_type: str = "latent"
+    ) -> tuple[list[StockStep], Any]:
+        """The same, and what the pipeline returned."""
         pipeline = pipeline or self.pipeline
         scheduler, steps = pipeline.scheduler, []
         step = scheduler.step
@@ -232,20 +238,20 @@ class Loaded:
         scheduler.step = recording
         size = self.case.size
         try:
-            pipeline(
+            drawn = pipeline(
                 prompt=list(PROMPTS),
                 height=size.height,
                 width=size.width,
                 max_sequence_length=size.max_sequence_length,
                 num_inference_steps=STEPS,
                 generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
-                output_type="latent",
+                output_type=output_type,
                 **self.case.guide(scale, negative, len(PROMPTS)),
                 **self.case.call,
             )
         finally:
             del scheduler.step
-        return steps
+        return steps, drawn
 
     def ours(self, value: Any) -> Latents:
         """Stock latents as we hold them."""

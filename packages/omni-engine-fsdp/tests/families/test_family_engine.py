@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
@@ -12,7 +13,13 @@ from safetensors import safe_open
 
 from omni_core.choices import StepKind
 from omni_core.model import NO_GUIDANCE, Guidance, Step
-from omni_core.options import CheckpointConfig, DiffusionModelConfig, LoRAConfig
+from omni_core.options import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    DType,
+    LoRAConfig,
+    OptimizerConfig,
+)
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import SamplingSpec
 from omni_engine_fsdp import (
@@ -81,8 +88,38 @@ def test_case_32_no_guidance_is_reported_as_such(
 ) -> None:
     """CASES 32: 1.0 asked, 1.0 used, one branch."""
     rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
+    spec = spec_of(loaded)
+    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
+    assert trajectory.effective == spec
+    assert trajectory.log_probs.isfinite().all()
+    assert engine.denoiser.branches(NO_GUIDANCE) == 1
+
+
+def test_a_bf16_engine_samples_what_it_replays(loaded: Any) -> None:
+    """Weights, adapters and inputs of several formats meet in every family's modules."""
+    model = DiffusionModelConfig(
+        path=str(loaded.path),
+        dtype=DType.BFLOAT16,
+        pipeline=loaded.case.size,
+        lora=LoRAConfig(rank=2, alpha=8.0),
+    )
+    built = PPODiffusersFSDPEngine(
+        model,
+        FSDPEngineConfig(device="cpu", gradient_checkpointing=True),
+        OptimizerConfig(lr=1e-3),
+        CheckpointConfig(),
+    )
+    built.initialize()
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=built)
+    spec = attrs.evolve(spec_of(loaded), guidance_scale=loaded.case.guided)
+    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
+    replayed = built.replay(trajectory)
+    assert torch.equal(replayed, trajectory.log_probs)
+
+
+def spec_of(loaded: Any) -> SamplingSpec:
     size = loaded.case.size
-    spec = SamplingSpec(
+    return SamplingSpec(
         sigmas=loaded.schedule.values(),
         guidance_scale=1.0,
         height=size.height,
@@ -92,7 +129,3 @@ def test_case_32_no_guidance_is_reported_as_such(
         kind=StepKind.SDE,
         noise_level=0.7,
     )
-    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
-    assert trajectory.effective == spec
-    assert trajectory.log_probs.isfinite().all()
-    assert engine.denoiser.branches(NO_GUIDANCE) == 1
