@@ -39,6 +39,8 @@ class MLflowTracker(Tracker):
     """
 
     def __init__(self, options: MLflowOptions) -> None:
+        # It would report its use to its makers unless the variable says that it may.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
             self._entities: Any = importlib.import_module("mlflow.entities")
             tracking: Any = importlib.import_module("mlflow.tracking")
