@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 NAMES = {package.name for package in PACKAGES}
 HATCH = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
-SHARED_FOLDER = {"default", "bench", "types"}
+SHARED_FOLDER = {"default", "bench", "docs", "types"}
 MIB = 2**20
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
