@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 from safetensors.torch import load_file
 
+from omni_trainer import cli
 from omni_trainer.config import load_run
 from omni_trainer.loop import Trainer
 from omni_trainer.run import evaluate_run, export_run, run_training
@@ -126,3 +127,18 @@ def test_no_pickle_is_read_by_a_resume(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(pickle, "Unpickler", refuse)
 
     assert metrics(train(tmp_path / "run", resume=True).run_dir) == metrics(whole.run_dir)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.pipeline.height=30", "a multiple of 8 up to 32 does; nearest: 24 or 32"),
+        ("model.pipeline.max_sequence_length=600", "takes at most 512"),
+    ],
+)
+def test_a_size_that_the_pipeline_has_not_is_a_sentence(override, said, tmp_path, capsys):
+    """Before anything is sampled, without a traceback."""
+    assert cli.main(["train", "smoke", f"trainer.run_dir={tmp_path}", override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: actor rank 0: ValueError: ")
+    assert said in line

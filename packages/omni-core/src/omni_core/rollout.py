@@ -101,6 +101,15 @@ class BaseRollout(ABC):
     def weight_version(self) -> int:
         """Version of the policy that samples."""
 
+    def setup(self) -> None:
+        """Load what sampling needs, and check that samples of the model's configured size can be made.
+
+        Called once, before anything is asked; a rollout that finds this out elsewhere does nothing here.
+
+        Raises:
+            ValueError: they cannot; says what fits.
+        """
+
     def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Return the sigmas that a sampling config means for its pipeline.
 

@@ -118,6 +118,15 @@ class EngineRollout(BaseRollout):
         loaded.to(self.engine.device)
         return loaded
 
+    def setup(self) -> None:
+        """Load conditioner and codec.
+
+        Raises:
+            ValueError: the family takes no such text length or picture size; says what fits.
+        """
+        self.latent_shapes()
+        _ = self.conditioner
+
     @property
     def _dtype(self) -> torch.dtype:
         return compute_dtype(self.engine.model_config.dtype)

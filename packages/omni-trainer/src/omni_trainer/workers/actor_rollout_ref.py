@@ -133,12 +133,14 @@ class ActorRolloutRefWorker:
         """Load the model, make the optimizer and the rollout, and push the first weights.
 
         Raises:
-            ValueError: the algorithm cannot train this model; says why, before anything is loaded.
+            ValueError: the algorithm cannot train this model (says why, before anything is loaded), or the
+                rollout cannot make samples of the configured size.
         """
         self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
         self.training.reset(check=self._check_supported)
         plugin = registry(ROLLOUTS).get(self.config.rollout)
         self._rollout = plugin.build(self.config.rollout_options, engine=self.training.engine)
+        self._rollout.setup()
         return RankFacts(
             device=str(self.training.device),
             threads=torch.get_num_threads(),
