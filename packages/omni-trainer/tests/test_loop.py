@@ -12,7 +12,7 @@ import torch
 from omni_core import plugins
 from omni_core.metrics import Moments
 from omni_core.plugins import Plugin
-from omni_core.reward import RewardResult
+from omni_core.reward import RetryableRewardError, RewardResult
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing.toys import (
     ToyEngine,
@@ -224,6 +224,29 @@ def test_a_step_without_any_score_ends_the_run_whatever_the_policy(train, varian
 
 def test_retries_are_counted(train, metrics):
     assert metrics(train().run_dir)[1]["reward/retries"] == 0
+
+
+class Busy(ToyReward):
+    """Is busy the first time that it is asked, and once more later."""
+
+    asked = 0
+
+    def score(self, media, inputs):
+        Busy.asked += 1
+        if Busy.asked in (1, 6):
+            raise RetryableRewardError("busy")
+        return super().score(media, inputs)
+
+
+def test_retries_belong_to_what_was_scored(train, variant, metrics, monkeypatch):
+    """3 held-out prompts are scored before the first step, one at a time."""
+    monkeypatch.setattr("omni_trainer.rewards.scoring.FIRST_WAIT", 0.0)
+    variant(plugins.REWARDS, "busy", Busy, ToyRewardConfig)
+    summary = train("reward.name=busy", "trainer.steps=1", "trainer.overlap_rewards=false")
+    first, second = metrics(summary.run_dir)
+
+    assert first["heldout/retries"] == 1
+    assert (second["reward/retries"], second["heldout/retries"]) == (1, 0)
 
 
 # -- canaries ---------------------------------------------------------------------------------------

@@ -222,7 +222,10 @@ class Trainer:
             return
         with self.timed("validate"):
             found, pictures = self.evaluator.run(self.step, weight_version=self.weight_version)
-        self.metrics |= found.metrics()
+        counts = self.pool.counts()  # else the next step would have these seconds and retries
+        retries = float(counts.retries - self.counted.retries)
+        self.counted = counts
+        self.metrics |= {**found.metrics(), "heldout/retries": retries}
         self.observer.evaluated(found, pictures)
 
     def report(self) -> None:

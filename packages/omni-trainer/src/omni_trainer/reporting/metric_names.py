@@ -94,6 +94,7 @@ _LINES = (
     Metric("heldout/reward_mean", "reward", "mean over held-out prompts of the mean reward of their samples", "rises; this is what a run is judged by", _HELDOUT),
     Metric("heldout/prompts", "prompts", "held-out prompts with a score", "all of them", _HELDOUT),
     Metric("heldout/unscored", "samples", "held-out samples that could not be scored", "0", _HELDOUT),
+    Metric("heldout/retries", "batches", "held-out batches that were scored again after a failure that may pass", "0, or rare", _HELDOUT),
     Metric("heldout/exact", "share", "held-out pictures in which exactly the target was read", "rises", "reward ocr"),
     Metric("heldout/blank", "share", "held-out pictures in which nothing of the target's kind was read", "falls", "reward ocr"),
     Metric("heldout/*", "as the reward says", "mean over held-out prompts of a number that the reward gives beside its score"),
