@@ -17,7 +17,13 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 
 from omni_core.metrics import Moments
-from omni_core.options import CheckpointConfig, DiffusionModelConfig, EngineConfig, OptimizerConfig
+from omni_core.options import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    DiffusionSamplingConfig,
+    EngineConfig,
+    OptimizerConfig,
+)
 from omni_core.records import TensorRecord
 from omni_core.reverse_step import Latents, ReverseStep
 from omni_core.trajectory import Trajectory
@@ -250,6 +256,10 @@ class BaseEngine(ABC):
             ValueError, FileNotFoundError: there is no such model.
         """
         return None
+
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Return the keywords with which the model's stock pipeline draws what a sampling config means."""
+        return self.model_config.pipeline.stock_call(sampling)
 
     @abstractmethod
     def initialize(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -213,6 +214,13 @@ class ModelFamily(ABC):
     @abstractmethod
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Return the sigmas that the family's own stock pipeline would use."""
+
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Return the keywords with which the family's stock pipeline draws the same samples.
+
+        Prompt and generator come to them; an export's card carries them.
+        """
+        return self.config.pipeline.stock_call(sampling)
 
     def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Return the schedule that a sampling config asks for."""

@@ -80,6 +80,17 @@ class DiffusionPipelineConfig:
     frame_rate: float = attrs.field(default=24.0, validator=positive)
     """Video frames a second; families of video with sound are conditioned on it."""
 
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Return the keywords with which most stock pipelines draw what a sampling config means."""
+        return {
+            "height": self.height,
+            "width": self.width,
+            "max_sequence_length": self.max_sequence_length,
+            "num_inference_steps": sampling.num_inference_steps,
+            "guidance_scale": sampling.guidance_scale,
+            "negative_prompt": sampling.negative_prompt,
+        }
+
 
 @attrs.frozen(kw_only=True)
 class DiffusionModelConfig:

@@ -26,7 +26,12 @@ from omni_core import device as devices
 from omni_core.algorithm import ModelFacts
 from omni_core.engine import BaseEngine, NonFiniteGradientsError, OptimizerReport
 from omni_core.model import Denoiser, ModelFamily
-from omni_core.options import CheckpointConfig, DiffusionModelConfig, OptimizerConfig
+from omni_core.options import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    DiffusionSamplingConfig,
+    OptimizerConfig,
+)
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import checkpoint, compilation, export, lora, precision, sharding, teachers
 from omni_engine_fsdp.frozen_parts import frozen_parts
@@ -119,6 +124,10 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     def facts(self) -> ModelFacts:
         """Take what the family of the pipeline declares."""
         return ModelFacts.of(find_family(self.model_config), has_adapter=self.has_adapter)
+
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Ask the family; see `ModelFamily.stock_call`."""
+        return self.family.stock_call(sampling)
 
     def initialize(self) -> None:
         """Load, adapt and shard every expert; make the optimizer unless its config is None.

@@ -48,10 +48,6 @@ def flattened(value: Tensor, like: Latents) -> Latents:
     return {"image": value.transpose(1, 2).reshape(like["image"].shape)}
 
 
-def scale_as_is(scale: float, negative: str, rows: int) -> dict[str, Any]:
-    return {"guidance_scale": scale, "negative_prompt": [negative] * rows}
-
-
 @attrs.frozen(kw_only=True)
 class Case:
     """What differs between families when they are compared with stock."""
@@ -62,10 +58,6 @@ class Case:
     """A scale at which the family guides."""
     negative: str = "blue photo"
     """One that the stock pipeline can be called with."""
-    guide: Callable[[float, str, int], dict[str, Any]] = scale_as_is
-    """Scale, negative prompt and number of prompts -> keywords of the stock pipeline's call."""
-    call: Mapping[str, Any] = attrs.field(factory=dict)
-    """More keywords of that call."""
     from_stock: Callable[[Any, Latents], Latents] = same
     """What the pipeline gives its scheduler -> our latents, shaped like the second argument."""
     batched: bool = True
@@ -91,7 +83,6 @@ CASES = (
         name="flux",
         size=SIZE,
         negative="",
-        guide=lambda scale, negative, rows: {"guidance_scale": scale},
         from_stock=unpacked,
         time_module="time_text_embed.time_proj",
         blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
@@ -100,7 +91,6 @@ CASES = (
         name="flux2",
         size=attrs.evolve(SIZE, max_sequence_length=48),
         negative="",
-        guide=lambda scale, negative, rows: {"guidance_scale": scale},
         from_stock=flattened,
         batched=False,
         time_module="time_guidance_embed.time_proj",
@@ -109,7 +99,6 @@ CASES = (
     Case(
         name="z_image",
         size=attrs.evolve(SIZE, max_sequence_length=64),
-        guide=lambda scale, negative, rows: scale_as_is(scale - 1.0, negative, rows),
         from_stock=lambda value, like: {"image": value},
         time_module="t_embedder",
         time_input=lambda sigma: 1000 - sigma * 1000,
@@ -118,11 +107,6 @@ CASES = (
     Case(
         name="sana",
         size=DiffusionPipelineConfig(height=32, width=64, max_sequence_length=32),
-        guide=lambda scale, negative, rows: {
-            "guidance_scale": scale,
-            "negative_prompt": negative,
-        },
-        call={"use_resolution_binning": False},
         time_module="time_embed.emb.timestep_embedder",
         blocks=("SanaTransformerBlock",),
     ),
@@ -236,18 +220,19 @@ class Loaded:
             return result
 
         scheduler.step = recording
-        size = self.case.size
+        call = self.family.stock_call(
+            DiffusionSamplingConfig(
+                num_inference_steps=STEPS, guidance_scale=scale, negative_prompt=negative
+            )
+        )
+        if "negative_prompt" in call:  # one for each prompt
+            call["negative_prompt"] = [negative] * len(PROMPTS)
         try:
             drawn = pipeline(
                 prompt=list(PROMPTS),
-                height=size.height,
-                width=size.width,
-                max_sequence_length=size.max_sequence_length,
-                num_inference_steps=STEPS,
                 generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
                 output_type=output_type,
-                **self.case.guide(scale, negative, len(PROMPTS)),
-                **self.case.call,
+                **call,
             )
         finally:
             del scheduler.step

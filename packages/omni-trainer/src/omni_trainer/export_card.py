@@ -6,7 +6,9 @@ at another text length, and pictures of another size are other pictures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omni_trainer.config import RunConfig
 from omni_trainer.evaluation import Evaluation, Pictures
@@ -16,17 +18,21 @@ CARD = "sampling.json"
 
 
 def write_card(
-    directory: Path, config: RunConfig, evaluated: tuple[Evaluation, Pictures | None] | None
+    directory: Path,
+    config: RunConfig,
+    call: Mapping[str, Any],
+    evaluated: tuple[Evaluation, Pictures | None] | None,
 ) -> Path:
     """Write the card.
 
     Args:
         directory: Of the export.
         config: The run's.
+        call: Keywords of the stock pipeline, as the engine's family says them.
         evaluated: Held-out scores of the exported weights, for prompts and seeds of the pictures that
             the run shows; None leaves them out.
     """
-    sampling, pipeline = config.evaluation.sampling, config.model.pipeline
+    sampling = config.evaluation.sampling
     pictures = []
     if evaluated is not None and evaluated[1] is not None:
         shown = evaluated[0].prompts[: len(evaluated[1])]
@@ -34,14 +40,7 @@ def write_card(
     card = {
         "model": config.model.path,
         "dtype": config.model.dtype.value,
-        "call": {
-            "height": pipeline.height,
-            "width": pipeline.width,
-            "max_sequence_length": pipeline.max_sequence_length,
-            "num_inference_steps": sampling.num_inference_steps,
-            "guidance_scale": sampling.guidance_scale,
-            "negative_prompt": sampling.negative_prompt,
-        },
+        "call": dict(call),
         "sampler": {
             "kind": config.evaluation.kind.value,
             "noise_level": config.evaluation.noise_level,

@@ -106,7 +106,8 @@ def _export(config: RunConfig, run: RunDirectory, group: WorkerGroup) -> None:
     if config.model.lora is not None:
         run.export.mkdir(exist_ok=True)
         written: Path = group.broadcast("export_adapter", run.export.absolute())[0]
-        write_card(run.export, config, load_evaluation(run.evaluations, config.trainer.steps))
+        call = group.broadcast("stock_call", config.evaluation.sampling)[0]
+        write_card(run.export, config, call, load_evaluation(run.evaluations, config.trainer.steps))
         place = str(written.relative_to(run.path.absolute()))
         write_json(run.path / EXPORTED, {"adapter": place})
 
@@ -146,7 +147,8 @@ def export_run(run_dir: Path, *, step: int | None = None, output: Path | None = 
     target.mkdir(parents=True, exist_ok=True)
     with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
         path: Path = group.broadcast("export_adapter", target.absolute())[0]
-    write_card(target, config, load_evaluation(run.evaluations, checkpoint.step))
+        call = group.broadcast("stock_call", config.evaluation.sampling)[0]
+    write_card(target, config, call, load_evaluation(run.evaluations, checkpoint.step))
     return path
 
 

@@ -156,6 +156,10 @@ class FluxFamily(FolderFamily):
             unit=scale * PATCH,
         )
 
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Leave the negative prompt out: there is none."""
+        return {k: v for k, v in super().stock_call(sampling).items() if k != "negative_prompt"}
+
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Evenly spaced sigmas, shifted by the size of the picture where the scheduler is dynamic."""
         scheduler, steps = self.scheduler(), sampling.num_inference_steps

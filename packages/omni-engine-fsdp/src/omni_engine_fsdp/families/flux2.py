@@ -183,6 +183,10 @@ class Flux2Family(FolderFamily):
             unit=unit,
         )
 
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Leave the negative prompt out: the stock pipeline takes its embeddings alone."""
+        return {k: v for k, v in super().stock_call(sampling).items() if k != "negative_prompt"}
+
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Evenly spaced sigmas, shifted by the size of the picture and the number of steps."""
         scheduler, steps = self.scheduler(), sampling.num_inference_steps

@@ -167,6 +167,10 @@ class SanaFamily(FolderFamily):
             unit=SIDE,
         )
 
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Draw the asked size itself, not one of the stock pipeline's bins."""
+        return {**super().stock_call(sampling), "use_resolution_binning": False}
+
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Ask the pipeline's own scheduler.
 

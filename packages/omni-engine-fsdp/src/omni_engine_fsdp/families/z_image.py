@@ -8,6 +8,7 @@ Source: arXiv 2511.22699 and the ZImagePipeline of diffusers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, ZImagePipeline, ZImageTransformer2DModel
@@ -154,6 +155,10 @@ class ZImageFamily(FolderFamily):
             scale=scale,
             unit=scale * PATCH,
         )
+
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Count guidance from 0, as the stock pipeline does."""
+        return {**super().stock_call(sampling), "guidance_scale": sampling.guidance_scale - 1.0}
 
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Evenly spaced sigmas, shifted by the scheduler's constant or by the size of the picture."""

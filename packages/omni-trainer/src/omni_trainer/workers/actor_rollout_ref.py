@@ -328,6 +328,10 @@ class ActorRolloutRefWorker:
         self.algorithm.load_state(dict(state["algorithm"]))
         return self.update_weights()
 
+    def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
+        """Return the keywords with which a stock pipeline draws what a sampling config means."""
+        return self.training.engine.stock_call(sampling)
+
     def export_adapter(self, directory: Path, adapter: str = "default") -> Path:
         """Write a LoRA for stock pipelines; returns the file."""
         return self.training.engine.export_adapter(directory, adapter=adapter)
