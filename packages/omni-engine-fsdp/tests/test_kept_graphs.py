@@ -126,6 +126,15 @@ def test_in_float64_both_gradients_agree_to_the_last_digits(
     assert distance(kept, ranks.gradients(engine, batch)) <= 1e-12
 
 
+def test_every_weight_may_be_trained(build_engine: Any, ranks: ModuleType, tiny_sd3: Path) -> None:
+    engine = build_engine(tiny_sd3, lora=None, optimizer=ranks.LR, keep_graph=True)
+    engine.begin_rollout()
+    batch = batch_of(sampled(engine, ranks, WINDOWS))
+    kept = ranks.gradients(engine, batch)
+    engine.graphs = None
+    assert distance(kept, ranks.gradients(engine, batch)) <= 1e-6
+
+
 def test_the_ratio_is_1_exactly(keeping: Any, ranks: ModuleType) -> None:
     keeping.begin_rollout()
     batch = batch_of(sampled(keeping, ranks, WINDOWS))

@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 
 from omni_core.choices import StepKind
+from omni_core.engine import LossInputs, LossTerms, TrainBatch
 from omni_core.model import NO_GUIDANCE, Guidance, Step
 from omni_core.options import (
     CheckpointConfig,
@@ -21,13 +22,15 @@ from omni_core.options import (
     OptimizerConfig,
 )
 from omni_core.testing.samples import requests_for
-from omni_core.trajectory import SamplingSpec
+from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import (
     EngineRollout,
     EngineRolloutConfig,
     FSDPEngineConfig,
     PPODiffusersFSDPEngine,
 )
+from omni_engine_fsdp.kept_graphs import KeptGraphs
+from omni_engine_fsdp.sharding import whole
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,43 @@ def test_a_bf16_engine_samples_what_it_replays(loaded: Any) -> None:
     (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
     replayed = built.replay(trajectory)
     assert torch.equal(replayed, trajectory.log_probs)
+
+
+def policy_gradient(inputs: LossInputs) -> LossTerms:
+    return LossTerms(terms=-inputs.advantages * inputs.current.require_log_prob())
+
+
+def gradient(engine: PPODiffusersFSDPEngine, batch: TrainBatch) -> torch.Tensor:
+    """Of everything that is trained, in one vector."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, policy_gradient)
+    found = [whole(p.grad).flatten() for p in engine.trained().values() if p.grad is not None]
+    engine.optimizer_zero_grad()
+    return torch.cat(found)
+
+
+def test_kept_graphs_give_the_gradient_of_training_forwards(
+    engine: PPODiffusersFSDPEngine, loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`engine.keep_graph` knows nothing of a family: guided branches are in the graph."""
+    spec = attrs.evolve(spec_of(loaded), guidance_scale=loaded.case.guided)
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "graphs", KeptGraphs(engine.device, None))
+        engine.begin_rollout()
+        found = rollout.generate(requests_for(spec, ["a sign", "blue"]), decode=False)
+        trajectory = Trajectory.concat(found)
+        batch = TrainBatch(
+            trajectory=trajectory,
+            advantages=torch.tensor([1.0, -0.5, 0.25, 2.0]),
+            weights=torch.ones(4),
+            denominator=float(trajectory.step_indices.numel()),
+        )
+        kept = gradient(engine, batch)
+    plain = gradient(engine, batch)
+    assert (kept - plain).norm() <= 1e-5 * plain.norm()
+    assert plain.norm() > 0.0
 
 
 def spec_of(loaded: Any) -> SamplingSpec:
