@@ -2,17 +2,21 @@
 
     hatch run vllm:bench [--images N] [--steps T]
 
-On the tiny signs pipeline, float32, one thread; nothing is compared with figures of another machine. The last
-table is mean |dlogp| against the training engine's replay, for float32 and bfloat16.
+On the tiny signs pipeline, float32, one thread; nothing is compared with figures of another machine. A push's share
+is that of a step of the recipe `quickstart`, which is trained for two steps. The last tables are mean |dlogp|
+against the training engine's replay, for float32 and bfloat16.
 """
 
 # ruff: noqa: T201 -- what is measured goes to stdout
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -38,6 +42,8 @@ from omni_engine_fsdp.options import EngineRolloutConfig
 from omni_engine_fsdp.rollout import EngineRollout
 from omni_rollout_vllm.options import VllmOmniRolloutConfig
 from omni_rollout_vllm.rollout import VllmOmniRollout
+from omni_trainer.config import load_run
+from omni_trainer.run import run_training
 
 MODEL = "package:omni_configs/tiny_signs"
 SIZE, TOKENS = 32, 16
@@ -67,7 +73,7 @@ def main(argv: list[str]) -> int:
             f"  {name:24}"
             + "".join(f"{v:>{w}.2f}" for v, w in zip(found, (10, 10, 14, 14), strict=True))
         )
-    pushes(engine)
+    pushes(engine, step_seconds())
     agreement(engine, arguments.steps)
     agreement(make_engine(DType.BFLOAT16), arguments.steps)
     return 0
@@ -195,9 +201,29 @@ def push(rollout: VllmOmniRollout, engine: Any, adapter: str | None, factor: flo
     return report
 
 
-def pushes(engine: Any) -> None:
-    """Print what a push takes, beside a copy of as many bytes."""
-    print("\npush, probe included (median of 5)")
+def step_seconds() -> float:
+    """Seconds of the quickstart's second step, sampled in vLLM-Omni, without its push; prints its parts."""
+    changes = (
+        "trainer.steps=2",
+        "trainer.backend=local",
+        "data.heldout=null",
+        "evaluation.every=0",
+    )
+    config = load_run("quickstart", ["rollout.name=vllm_omni", *changes]).config
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        run_training(config, run_dir=run)
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    parts = ("sample", "reward_wait", "update", "push", "step")
+    print(f"\na step of `quickstart` ({config.rows_per_step} pictures), seconds")
+    print("  " + ", ".join(f"{part} {last[f'time/{part}']:.2f}" for part in parts))
+    seconds: float = last["time/step"] - last["time/push"]
+    return seconds
+
+
+def pushes(engine: Any, rest: float) -> None:
+    """Print what a push takes, beside a copy of as many bytes and a step whose *rest* takes so long."""
+    print("\npush (median of 5)")
     for probe in (True, False):
         rollout = started(engine, batch_size=8, probe=probe)
         for adapter, name in (("default", "LoRA"), (None, "all weights")):
@@ -207,7 +233,8 @@ def pushes(engine: Any) -> None:
             copy = copy_seconds(nbytes)
             print(
                 f"  {name:12} {'with' if probe else 'without'} probe: {nbytes / 2**20:7.2f} MiB "
-                f"{seconds * 1e3:8.1f} ms, {copy / seconds:.1%} of the bandwidth of a copy"
+                f"{seconds * 1e3:8.1f} ms, {seconds / (rest + seconds):.1%} of a step, "
+                f"{copy / seconds:.1%} of the bandwidth of a copy"
             )
         rollout.close()
 

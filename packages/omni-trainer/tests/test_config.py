@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from omni_core.config import ConfigError
-from omni_core.plugins import PluginNotFoundError
+from omni_core.plugins import ROLLOUTS, Plugin, PluginNotFoundError, registry
+from omni_core.testing.toys.options import ToyRolloutConfig
 from omni_trainer.config import check, known_paths, load_run, show
 
 
@@ -126,11 +127,31 @@ def test_a_plus_before_a_key_that_exists_is_a_mistake(toy_source):
         ("evaluation.noise_level=0.7", "evaluation.noise_level", "kind ode"),
         ("reward=null", "reward", "algorithm 'flow_grpo' needs one"),
         ("nonsense=1", "nonsense", "unknown key"),
+        (
+            "rollout.servers=2",
+            "rollout.servers",
+            "2 servers are Ray actors: set trainer.backend=ray",
+        ),
+        ("rollout.transport=object_store", "rollout.transport", "rollout.servers is 0; take auto"),
         ("engine.name=fsdp3", "engine.name", "no engine backend named 'fsdp3'"),
     ],
 )
 def test_rules_between_sections(toy_source, override, path, said):
     assert said in one(mistakes(toy_source, override), path)
+
+
+def test_servers_hold_a_rollout_that_can_live_without_the_engine(toy_source):
+    lived_in = Plugin(
+        api=1, options=ToyRolloutConfig, target="omni_core.testing.toys.rollout:ToyRollout"
+    )
+    registry(ROLLOUTS).register("lodger", lived_in)
+    try:
+        served = ("trainer.backend=ray", "rollout.servers=1")
+        line = one(mistakes(toy_source, "rollout.name=lodger", *served), "rollout.servers")
+        assert "'lodger' samples in the process of the training engine; take 0" in line
+        assert load_run(toy_source, served).config.rollout.options.servers == 1
+    finally:
+        registry(ROLLOUTS).unregister("lodger")
 
 
 def test_required_sections_are_named():

@@ -18,10 +18,8 @@ if importlib.util.find_spec("ray") is None:
 import ray
 import torch
 
-from omni_core.options import DiffusionSamplingConfig, ScheduleSource
 from omni_core.reward import RewardInput
-from omni_core.rollout import RolloutState, RolloutStateError
-from omni_core.testing.toys import ToyRewardConfig, register_toys
+from omni_core.testing.toys import ToyRewardConfig
 from omni_core.trajectory import Media
 from omni_trainer.group import WorkerError
 from omni_trainer.loop import Trainer
@@ -29,7 +27,6 @@ from omni_trainer.rpc import cluster
 from omni_trainer.rpc.ray_group import RayGroup
 from omni_trainer.rpc.resources import Demand, ResourceError, wait_for_resources
 from omni_trainer.rpc.reward_pool import RayRewardPool
-from omni_trainer.rpc.rollout_server import connect_rollout, serve_rollout
 from omni_trainer.rpc.workers import session
 from omni_trainer.workers.process import LOOPBACK
 
@@ -229,7 +226,7 @@ def test_a_death_in_the_middle_of_a_stream_is_named(group):
     assert str(caught.value).startswith("actor rank 1: its process died: ")
 
 
-# -- scorers and rollouts ---------------------------------------------------------------------------
+# -- scorers ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -262,30 +259,6 @@ def test_a_scorer_that_fails_is_named(pool):
     pool.submit(0, ray.put(trajectory(None)), [RewardInput(prompt="a sign")])
     with pytest.raises(WorkerError, match=r"^reward rank 0: ValueError: group 'g' has no media"):
         pool.collect()
-
-
-def toy_rollout():
-    from omni_core.options import CheckpointConfig, DiffusionModelConfig
-    from omni_core.testing.toys import ToyEngine, ToyEngineConfig, ToyRollout, ToyRolloutConfig
-    from omni_core.testing.toys.options import ToyPlacement
-
-    register_toys()
-    model = DiffusionModelConfig(path="toy", family="toy")
-    engine = ToyEngine(model, ToyEngineConfig(), None, CheckpointConfig())
-    engine.initialize()
-    return ToyRollout(ToyRolloutConfig(placement=ToyPlacement.REPLICA), engine=engine)
-
-
-def test_a_rollout_in_an_actor_answers_as_if_it_were_here(started):
-    actor = serve_rollout(toy_rollout, num_cpus=1, runtime_env=cluster.worker_environment(1))
-    rollout = connect_rollout(actor)
-    sampling = DiffusionSamplingConfig(num_inference_steps=4, schedule=ScheduleSource.LINEAR)
-
-    assert rollout.state is RolloutState.WEIGHTS_STALE
-    assert rollout.schedule(sampling).values() == (1.0, 0.75, 0.5, 0.25, 0.0)
-    with pytest.raises(RolloutStateError, match="nothing can be sampled before the next push"):
-        rollout.submit([])
-    ray.kill(actor)
 
 
 # -- runs -------------------------------------------------------------------------------------------
@@ -367,6 +340,31 @@ def test_lost_workers_are_rebuilt_from_the_last_checkpoint(started, train, metri
 
     assert killed
     assert metrics(restarted.run_dir) == metrics(whole.run_dir)
+
+
+def test_a_rollout_that_servers_hold_samples_what_a_rank_of_its_own_does(
+    started, train, metrics, monkeypatch
+):
+    """Two servers, weights through the object store; one server dies in step 3 and is made again."""
+    own = ("rollout.placement=replica", "rollout.batch_size=4", "checkpoint.every=2")
+    whole = train(*own, "trainer.steps=4", name="whole")
+    sample = Trainer.sample
+    killed = []
+
+    def killing(self):
+        if self.step == 3 and not killed:
+            lines = descendants(os.getpid()).items()
+            killed.extend(pid for pid, line in lines if "ray::ServerShell" in line)
+            os.kill(killed[0], signal.SIGKILL)
+        return sample(self)
+
+    monkeypatch.setattr(Trainer, "sample", killing)
+    served = ("rollout.servers=2", "rollout.transport=object_store", "trainer.max_restarts=1")
+    found = train(*own, *ON_RAY, *served, name="served")
+
+    assert len(killed) == 2
+    assert metrics(found.run_dir) == metrics(whole.run_dir)
+    assert found.after.prompts == whole.after.prompts
 
 
 def test_without_restarts_a_lost_worker_ends_the_run(started, train, monkeypatch):

@@ -263,6 +263,41 @@ def test_adapters_are_copied_and_averaged(toy_source):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_each_policy_of_a_version_is_pushed_once_and_when_it_is_about_to_sample(
+    toy_source, monkeypatch
+):
+    worker = make(toy_source, "rollout.placement=replica")
+    worker.training.engine.add_adapter("old")
+    pushed = []
+    update = worker.rollout.update
+
+    def watched(new):
+        pushed.append((new.adapter, new.version))
+        return update(new)
+
+    monkeypatch.setattr(worker.rollout, "update", watched)
+    asked = [attrs.evolve(request, adapter="old") for request in requests(worker)]
+    with pytest.raises(ValueError, match="no adapter named 'old'"):
+        worker.rollout.submit(asked)
+    for adapter in (None, "default", "old", "old"):
+        assert worker.update_weights(adapter) == 0
+    assert pushed == [("old", 0)], "init_model pushed `default`"
+    assert {t.adapter for t in worker.rollout.generate(asked)} == {"old"}
+
+    plan = UpdatePlan(steps=(step(ALL),), sources=(0, 1))
+    worker.update_actor(plan, False, *sampled(worker))
+    assert worker.update_weights() == 1
+    assert worker.update_weights("old") == 1
+    assert pushed == [("old", 0), ("default", 1), ("old", 1)]
+
+
+def test_a_rollout_that_shares_the_module_is_pushed_nothing(worker, monkeypatch):
+    monkeypatch.setattr(worker.rollout, "update", pytest.fail)
+    assert worker.update_weights("default") == 0
+    worker.update_actor(UpdatePlan(steps=(step(ALL),), sources=(0, 1)), False, *sampled(worker))
+    assert worker.update_weights() == worker.update_weights("default") == 1
+
+
 # -- a rollout that lives elsewhere -----------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ and CPU are told apart here alone (a test forbids device names elsewhere).
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -130,6 +131,40 @@ def empty_cache(device: torch.device | str) -> None:
     kind = torch.device(device).type
     if kind != "cpu":
         _module(kind).empty_cache()
+
+
+def share(tensor: torch.Tensor) -> Any:
+    """Make a handle by which another process opens memory of a CUDA device (written, not tested).
+
+    The tensor must outlive every process that holds the handle open.
+
+    Raises:
+        DeviceError: memory of the tensor's device cannot be shared between processes.
+    """
+    if tensor.device.type != "cuda":
+        msg = f"memory of {tensor.device} cannot be shared by a handle; memory of a CUDA device can"
+        raise DeviceError(msg)
+    reductions: Any = import_module("torch.multiprocessing.reductions")
+    identity = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    return identity, reductions.reduce_tensor(tensor)[1]
+
+
+def open_shared(handle: Any) -> torch.Tensor:
+    """Open the memory of a handle that `share` made in another process (written, not tested).
+
+    Raises:
+        DeviceError: this process does not see the device that holds the memory.
+    """
+    reductions: Any = import_module("torch.multiprocessing.reductions")
+    identity, arguments = handle
+    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count("cuda"))]
+    if identity not in seen:
+        msg = f"the weights lie on CUDA device {identity}, which this process does not see: {seen}"
+        raise DeviceError(msg)
+    # The seventh argument is the sender's number of the device; it may have another one here.
+    own = (*arguments[:6], seen.index(identity), *arguments[7:])
+    found: torch.Tensor = reductions.rebuild_cuda_tensor(*own)
+    return found
 
 
 def rng_state(device: torch.device | str) -> dict[str, torch.Tensor]:

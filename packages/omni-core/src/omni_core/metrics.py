@@ -67,3 +67,12 @@ def merge(parts: Iterable[Mapping[str, Moments]]) -> dict[str, Moments]:
         for name, moments in part.items():
             total[name] = total.get(name, Moments()) + moments
     return total
+
+
+def mean_by_name(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Average each number over the parts that have it."""
+    found: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}

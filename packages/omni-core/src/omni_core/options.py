@@ -236,6 +236,19 @@ class DiffusionRolloutAlgoConfig:
     """Named policy adapter that samples."""
 
 
+class WeightTransport(enum.StrEnum):
+    """The road of pushed weights from the trainer to what samples."""
+
+    AUTO = "auto"
+    """Shared memory where both are on one machine, else the object store."""
+    SHARED_MEMORY = "shared_memory"
+    """Files in shared memory, mapped by the receiver: nothing is copied on the way."""
+    OBJECT_STORE = "object_store"
+    """Objects of Ray's store, which it carries between machines."""
+    CUDA_IPC = "cuda_ipc"
+    """Handles of device memory, where both use the same CUDA device. Written and not tested."""
+
+
 @attrs.frozen(kw_only=True)
 class DiffusionRolloutConfig:
     """What every rollout is told; a plugin's options derive from it."""
@@ -243,7 +256,14 @@ class DiffusionRolloutConfig:
     samples_per_prompt: int = attrs.field(default=8, validator=positive)
     """Group size: pictures of one prompt in one step."""
     batch_size: int = attrs.field(default=16, validator=positive)
-    """Pictures denoised together on one rank."""
+    """Pictures denoised together."""
+    servers: int = attrs.field(default=0, validator=not_negative)
+    """Ray actors that hold the rollout and are shared by all ranks, each batch going to the one with the
+    least to do; 0 makes a rollout in each rank's own process."""
+    transport: WeightTransport = WeightTransport.AUTO
+    """How pushed weights travel."""
+    bucket_mib: int = attrs.field(default=512, validator=positive)
+    """Pushed weights travel in buckets of this size."""
     sampling: DiffusionSamplingConfig = attrs.field(factory=DiffusionSamplingConfig)
 
 

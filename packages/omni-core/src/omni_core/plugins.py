@@ -90,6 +90,10 @@ class Plugin:
     summary: str = ""
     """One line for `omni plugins`."""
 
+    standalone: bool = False
+    """A rollout that can be built where there is no training engine: it then gets a `PolicyCard` instead,
+    and weights are pushed to it (`rollout.servers`)."""
+
     def load(self) -> Any:
         """Import the implementation and return it (a class or a factory)."""
         module, _, path = self.target.partition(":")

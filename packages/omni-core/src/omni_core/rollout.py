@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from omni_core.options import DiffusionSamplingConfig, ScheduleSource
+from omni_core.options import DiffusionModelConfig, DiffusionSamplingConfig, ScheduleSource
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import RolloutRequest, Trajectory
 
@@ -60,6 +60,23 @@ class WeightUpdate:
     """Scale of the adapter."""
 
 
+def check_version(update: WeightUpdate, *, now: int, pushed: Mapping[str | None, int]) -> None:
+    """Check that an update follows what was pushed before.
+
+    Args:
+        update: About to be bound.
+        now: The rollout's version; -1 before the first push.
+        pushed: Adapter -> version of its last push.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if update.version < now or update.version <= pushed.get(update.adapter, -1):
+        last = pushed.get(update.adapter, now)
+        msg = f"version {update.version} does not follow {max(now, last)}: versions only grow"
+        raise ValueError(msg)
+
+
 @attrs.frozen(kw_only=True)
 class UpdateReport:
     """What a rollout did with an update."""
@@ -71,6 +88,22 @@ class UpdateReport:
     nbytes: int
 
 
+@attrs.frozen(kw_only=True)
+class PolicyCard:
+    """What a rollout that lives in a process without the training engine gets as its `engine`.
+
+    It is plain data. A plugin that can do with it says so (`Plugin.standalone`).
+    """
+
+    model_config: DiffusionModelConfig
+    number: int = 0
+    """Of the process among those that hold the rollout: part of the names of its batches."""
+
+    def get_data_parallel_rank(self) -> int:
+        """Return its number."""
+        return self.number
+
+
 class BaseRollout(ABC):
     """Samples trajectories.
 
@@ -79,6 +112,9 @@ class BaseRollout(ABC):
         rollout.pause()             # returns once nothing is running (acknowledged)
         rollout.update(new)         # checks names both ways, sets the version
         rollout.resume()
+
+    Several adapters of one version are pushed one after the other within one pause: a version must be
+    larger than the last one of the same adapter, and not smaller than that of any other.
     """
 
     replays_exactly: bool = True
@@ -157,7 +193,7 @@ class BaseRollout(ABC):
         Raises:
             RolloutStateError: not paused.
             WeightMismatchError: bound names differ from sent names.
-            ValueError: the version does not grow.
+            ValueError: the version is older than the rollout's, or was pushed for this adapter already.
         """
 
     @abstractmethod
@@ -171,6 +207,13 @@ class BaseRollout(ABC):
 
     def wake(self) -> None:
         """Undo `sleep`; weights dropped by it are stale until the next update. Awake: does nothing."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Measure what was done since the last call, or how things stand: name -> number.
+
+        A trainer asks once a step and logs each as `rollout/NAME`, the mean over its ranks.
+        """
+        return {}
 
     def close(self) -> None:
         """Free everything; nothing may be asked afterwards."""

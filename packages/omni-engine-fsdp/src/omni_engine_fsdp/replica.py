@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from omni_core.rollout import UpdateReport, WeightMismatchError, WeightUpdate
+from omni_core.rollout import UpdateReport, WeightMismatchError, WeightUpdate, check_version
 from omni_engine_fsdp import sharding
 from omni_engine_fsdp.teachers import is_teacher
 
@@ -48,10 +48,7 @@ class Replica:
             ValueError: the version does not grow, or there is no such adapter.
         """
         started = time.perf_counter()
-        if update.version <= self.engine.weight_version:
-            now = self.engine.weight_version
-            msg = f"version {update.version} does not follow {now}: versions only grow"
-            raise ValueError(msg)
+        check_version(update, now=self.engine.weight_version, pushed=self.pushed)
         self._bind(dict(update.tensors), update.adapter)
         self.pushed[update.adapter] = update.version
         self.engine.weight_version = update.version

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import structlog
 
 from omni_core.rollout import RolloutTimeoutError
 from omni_rollout_vllm import messages
+from omni_rollout_vllm.counts import Counts
 from omni_rollout_vllm.engine_link import EngineDiedError, EngineLink
 from omni_rollout_vllm.jobs import Work
 from omni_rollout_vllm.options import TimeLimits
@@ -27,17 +27,6 @@ Restore = Callable[[EngineLink], None]
 """Gives a fresh engine the weights that were pushed last."""
 Finished = Callable[[Work, messages.SampledBatch | Exception], None]
 """Takes what a batch gave; called by an engine's thread, under the pool's lock."""
-
-
-@attrs.define
-class PoolCounts:
-    """What the pool did so far."""
-
-    batches: int = 0
-    rows: int = 0
-    busy_seconds: float = 0.0
-    """Of all engines together."""
-    restarts: int = 0
 
 
 class EnginePool:
@@ -53,7 +42,7 @@ class EnginePool:
         finished: Finished,
     ) -> None:
         self.links = list(links)
-        self.counts = PoolCounts()
+        self.counts = Counts()
         self.lock = threading.Condition()
         self._limits = limits
         self._max_restarts = max_restarts
@@ -117,6 +106,7 @@ class EnginePool:
         """Queue batches."""
         with self.lock:
             self._queue.extend(work)
+            self.counts.queue = max(self.counts.queue, len(self._queue))
             self.lock.notify_all()
 
     def drop(self, unwanted: Callable[[Work], bool]) -> None:
@@ -169,7 +159,6 @@ class EnginePool:
                 found = error
             with self.lock:
                 del self._running[link.number]
-                self.counts.batches += 1
                 self.counts.rows += len(work.batch.rows)
                 self.counts.busy_seconds += time.perf_counter() - started
                 self._finished(work, found)

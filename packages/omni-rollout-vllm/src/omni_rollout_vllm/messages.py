@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omni_core.records import TensorRecord
 from omni_core.trajectory import Conditioning, Media, SamplingSpec
-from omni_rollout_vllm.buckets import Bucket
+from omni_core.weight_buckets import AnyBucket
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +85,7 @@ class BeginUpdate:
 class TakeBucket:
     """One bucket of them."""
 
-    bucket: Bucket
+    bucket: AnyBucket
 
 
 @attrs.frozen(kw_only=True)

@@ -45,18 +45,16 @@ class TimeLimits:
 
 @attrs.frozen(kw_only=True)
 class VllmOmniRolloutConfig(DiffusionRolloutConfig):
-    """Sampling in vLLM-Omni engines, each in a process of its own beside the trainer's."""
+    """Sampling in vLLM-Omni engines, each in a process of its own."""
 
     replicas: int = attrs.field(default=1, validator=positive)
-    """Engines of one trainer rank; each takes the next batch when it is free."""
+    """Engines of one trainer rank, or of one server; each takes the next batch when it is free."""
     tensor_parallel: int = attrs.field(default=1, validator=positive)
     """Workers that one engine's transformer is spread over."""
     executor: Executor = Executor.AUTO
     adapter_form: AdapterForm = AdapterForm.ADAPTER
     enforce_eager: bool = True
     """Run the transformer without compiling it."""
-    bucket_mib: int = attrs.field(default=512, validator=positive)
-    """Weights travel in buckets of this size."""
     probe: bool = True
     """After a push of other weights, check that one denoising step comes out differently."""
     max_restarts: int = attrs.field(default=2, validator=not_negative)

@@ -10,4 +10,5 @@ vllm_omni = Plugin(
     options=VllmOmniRolloutConfig,
     target="omni_rollout_vllm.rollout:VllmOmniRollout",
     summary="samples in vLLM-Omni engines, in processes of their own",
+    standalone=True,
 )

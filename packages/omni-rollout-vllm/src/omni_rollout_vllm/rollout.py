@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from omni_core.choices import StepKind
-from omni_core.options import DiffusionSamplingConfig
+from omni_core.options import DiffusionSamplingConfig, WeightTransport
 from omni_core.resources import resolve
 from omni_core.rollout import (
     BaseRollout,
@@ -27,11 +27,21 @@ from omni_core.rollout import (
     UpdateReport,
     WeightMismatchError,
     WeightUpdate,
+    check_version,
 )
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import RolloutRequest, SamplingSpec, Trajectory
+from omni_core.weight_buckets import (
+    AnyBucket,
+    BucketedWeights,
+    BucketStore,
+    DeviceStore,
+    PackedBucket,
+    WeightStore,
+    bit_sums,
+)
 from omni_rollout_vllm import messages, upstream
-from omni_rollout_vllm.buckets import BucketStore, bit_sums
+from omni_rollout_vllm.counts import Counts
 from omni_rollout_vllm.engine_link import EngineDiedError, EngineLink
 from omni_rollout_vllm.engine_pool import EnginePool
 from omni_rollout_vllm.families import FAMILIES, Folder, family_of
@@ -49,19 +59,22 @@ MIB = 2**20
 
 @attrs.frozen(kw_only=True)
 class _Pushed:
-    """What the engines sample with, apart from the tensors, which the buckets hold."""
+    """What the engines sample with: tensors are held by the buckets, which a fresh engine gets again."""
 
+    version: int
     names: tuple[str, ...]
     adapter: str | None
     alpha_over_rank: float
     digest: dict[str, int]
     """Of the tensors' bits; empty for an adapter that adds nothing."""
+    buckets: tuple[AnyBucket, ...] = ()
 
 
 class VllmOmniRollout(BaseRollout):
     """Built as `VllmOmniRollout(options, engine=engine)`; starts its engines at once.
 
-    Of the training engine it reads `model_config`, `family.schedule` and the data-parallel rank.
+    Of the training engine it reads `model_config` and the data-parallel rank, which a `PolicyCard` has
+    too, and `family.schedule`, which only `schedule` needs.
     """
 
     replays_exactly = False
@@ -81,7 +94,7 @@ class VllmOmniRollout(BaseRollout):
         self._before_sleep = RolloutState.WEIGHTS_STALE
         self._version = -1
         self._pushed: dict[str | None, _Pushed] = {}
-        self._stores: dict[str | None, BucketStore] = {}
+        self._stores: dict[str | None, WeightStore] = {}
         self._jobs: dict[int, Job] = {}
         self._handles = itertools.count()
         self._pool = EnginePool(
@@ -247,7 +260,8 @@ class VllmOmniRollout(BaseRollout):
         if self._state is RolloutState.ASLEEP:
             msg = "the rollout is asleep: wake it first"
             raise RolloutStateError(msg)
-        self._pool.hold(timeout=self.options.limits.batch)
+        with self._counts.timed("pause"):
+            self._pool.hold(timeout=self.options.limits.batch)
         if self._state is RolloutState.READY:
             self._state = RolloutState.PAUSED
 
@@ -279,10 +293,10 @@ class VllmOmniRollout(BaseRollout):
         if self._state not in (RolloutState.PAUSED, RolloutState.WEIGHTS_STALE):
             msg = f"an update needs a paused rollout, this one is {self._state.value}"
             raise RolloutStateError(msg)
-        if update.version <= self._version:
-            msg = f"version {update.version} does not follow {self._version}: versions only grow"
-            raise ValueError(msg)
+        versions = {name: one.version for name, one in self._pushed.items()}
+        check_version(update, now=self._version, pushed=versions)
         pushed = _Pushed(
+            version=update.version,
             names=tuple(update.tensors),
             adapter=update.adapter,
             alpha_over_rank=1.0 if update.alpha_over_rank is None else update.alpha_over_rank,
@@ -290,22 +304,29 @@ class VllmOmniRollout(BaseRollout):
         )
         before = self._pushed.get(update.adapter)
         self._check_names(pushed, before)
-        bound = self._push(update, pushed)
+        buckets, bound = self._push(update, pushed)
+        nbytes = sum(value.nbytes for value in update.tensors.values())
+        self._counts.pushed_bytes += nbytes
         for one in bound:
             self._check_bound(pushed, one, expect_change=_expects_change(pushed, before))
         self._forget_others(update.adapter)
-        self._pushed[update.adapter] = pushed
+        self._pushed[update.adapter] = attrs.evolve(pushed, buckets=buckets)
         self._version = update.version
         self._state = RolloutState.PAUSED
         return UpdateReport(
             version=update.version,
             bound=bound[0].names,
             seconds=time.perf_counter() - started,
-            nbytes=sum(v.numel() * v.element_size() for v in update.tensors.values()),
+            nbytes=nbytes,
         )
 
-    def _push(self, update: WeightUpdate, pushed: _Pushed) -> list[messages.Bound]:
+    def _push(
+        self, update: WeightUpdate, pushed: _Pushed
+    ) -> tuple[tuple[AnyBucket, ...], list[messages.Bound]]:
         """Bind an update on every engine; one that is lost meanwhile is started again, and all anew.
+
+        Returns:
+            The buckets that hold it, and what each engine bound.
 
         Raises:
             WeightMismatchError: names do not fit.
@@ -313,22 +334,40 @@ class VllmOmniRollout(BaseRollout):
         """
         while True:
             try:
-                for link in self._pool.links:
-                    self._begin(link, pushed)
-                self._state = RolloutState.WEIGHTS_STALE
-                for bucket in self._store(update.adapter).write(update.tensors):
-                    self._ask(messages.TakeBucket(bucket=bucket))
-                return [self._end(link, pushed) for link in self._pool.links]
+                with self._counts.timed("send"):
+                    buckets = self._send(update, pushed)
+                with self._counts.timed("verify"):
+                    return buckets, [self._end(link, pushed) for link in self._pool.links]
             except (EngineDiedError, RolloutTimeoutError) as error:
                 self._state = RolloutState.WEIGHTS_STALE
                 for link in [one for one in self._pool.links if not one.alive]:
                     self._pool.restart(link, error)
                     self._restore(link, but=update.adapter)
 
-    def _store(self, adapter: str | None) -> BucketStore:
-        if adapter not in self._stores:
-            self._stores[adapter] = BucketStore(bucket_bytes=self.options.bucket_mib * MIB)
-        return self._stores[adapter]
+    def _send(self, update: WeightUpdate, pushed: _Pushed) -> tuple[AnyBucket, ...]:
+        for link in self._pool.links:
+            self._begin(link, pushed)
+        self._state = RolloutState.WEIGHTS_STALE
+        sent: list[AnyBucket] = []
+        for bucket in self._buckets(update):
+            sent.append(bucket)
+            self._ask(messages.TakeBucket(bucket=bucket))
+        return tuple(sent)
+
+    def _buckets(self, update: WeightUpdate) -> Iterator[AnyBucket]:
+        """Put an update's tensors where the engines' processes find them; they may lie there already."""
+        tensors = update.tensors
+        if isinstance(tensors, BucketedWeights) and not any(
+            isinstance(bucket, PackedBucket) for bucket in tensors.buckets
+        ):
+            yield from tensors.buckets
+            return
+        if update.adapter not in self._stores:
+            kind = (
+                DeviceStore if self.options.transport is WeightTransport.CUDA_IPC else BucketStore
+            )
+            self._stores[update.adapter] = kind(bucket_bytes=self.options.bucket_mib * MIB)
+        yield from self._stores[update.adapter].write(tensors)
 
     def _forget_others(self, adapter: str | None) -> None:
         """Whole weights are the policy themselves, and of merged adapters there is one at a time."""
@@ -336,7 +375,8 @@ class VllmOmniRollout(BaseRollout):
             return
         for name in [name for name in self._pushed if name not in (adapter, None)]:
             del self._pushed[name]
-            self._stores.pop(name).close()
+            if name in self._stores:
+                self._stores.pop(name).close()
 
     def _check_names(self, pushed: _Pushed, before: _Pushed | None) -> None:
         """Names do not change from push to push."""
@@ -382,9 +422,22 @@ class VllmOmniRollout(BaseRollout):
                 continue
             pushed = self._pushed[adapter]
             self._begin(link, pushed)
-            for bucket in self._stores[adapter].buckets:
+            for bucket in pushed.buckets:
                 link.call(messages.TakeBucket(bucket=bucket), timeout=self.options.limits.update)
             self._check_bound(pushed, self._end(link, pushed), expect_change=False)
+
+    @property
+    def _counts(self) -> Counts:
+        return self._pool.counts
+
+    def metrics(self) -> dict[str, float]:
+        """Say how fast the engines sampled, what waited, how many were lost, and what pushes took.
+
+        A push waits for running batches (`pause`), sends the weights (`send`), binds and probes them
+        (`verify`).
+        """
+        with self._pool.lock:
+            return self._counts.take(engines=self.options.replicas)
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.lora.request import LoRARequest
 
 from omni_core.rollout import WeightMismatchError
-from omni_rollout_vllm.buckets import Bucket
+from omni_core.weight_buckets import AnyBucket
 from omni_rollout_vllm.weight_names import (
     BASE_LAYER,
     FACTORS,
@@ -99,13 +99,13 @@ class WeightsExtension:
 
     # -- arrival -----------------------------------------------------------------------------------
 
-    def omni_take(self, bucket: Bucket) -> int:
+    def omni_take(self, bucket: AnyBucket) -> int:
         """Copy a bucket's tensors out; returns how many there are now."""
         for name, value in bucket.read():
             self._arrived[name] = value.clone()
         return len(self._arrived)
 
-    def omni_load(self, bucket: Bucket) -> int:
+    def omni_load(self, bucket: AnyBucket) -> int:
         """Load a bucket of whole weights at once, without a second copy; returns how many."""
         with torch.no_grad():
             self.model_runner.pipeline.load_weights(

@@ -23,6 +23,7 @@ torchvision_importable()  # before anything imports diffusers
 from omni_core.options import (  # noqa: E402
     DiffusionModelConfig,
     DiffusionPipelineConfig,
+    DType,
     LoRAConfig,
     OptimizerConfig,
 )
@@ -33,7 +34,7 @@ from omni_rollout_vllm.rollout import VllmOmniRollout  # noqa: E402
 from tiny_models.sd3 import build_tiny_sd3  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-LIMITS = TimeLimits(start=120.0, batch=60.0, update=60.0, control=60.0)
+LIMITS = TimeLimits(start=300.0, batch=200.0, update=200.0, control=200.0)
 RANK, ALPHA = 4, 8.0
 
 
@@ -92,6 +93,30 @@ def engine(tiny_sd3: Path) -> Iterator[PPODiffusersFSDPEngine]:
     yield make_engine(sd3_model(tiny_sd3))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def half_engine(engine: PPODiffusersFSDPEngine, tiny_sd3: Path) -> PPODiffusersFSDPEngine:
+    """The same in bfloat16, in the process group of the other."""
+    del engine
+    return make_engine(sd3_model(tiny_sd3, dtype=DType.BFLOAT16))
+
+
+REPORTED: list[str] = []
+
+
+@pytest.fixture
+def report() -> Callable[[str], None]:
+    """Take a line that is printed after the tests."""
+    return REPORTED.append
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what tests measured."""
+    if REPORTED:
+        terminalreporter.section("measured")
+        for line in REPORTED:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def asked_for(steps: int = 4, samples: int = 2) -> list[RolloutRequest]:
 
 
 def sampled(rollout: VllmOmniRollout, asked: list[RolloutRequest]) -> Tensor:
-    return Trajectory.concat(rollout.generate(asked, timeout=100.0)).latents["image"]
+    return Trajectory.concat(rollout.generate(asked, timeout=300.0)).latents["image"]
 
 
 def drain(rollout: VllmOmniRollout, handle: Any) -> list[Trajectory]:
@@ -101,14 +101,14 @@ def test_an_engine_that_sleeps_fails_at_once_if_it_is_asked_all_the_same(
         decode=False,
     )
     with pytest.raises(RolloutEngineError, match="SampleBatch failed"):
-        ready._pool.ask_all(batch, timeout=60.0)
+        ready._pool.ask_all(batch, timeout=300.0)
     ready.wake()
     assert torch.isfinite(sampled(ready, asked_for())).all()
 
 
 def test_a_level_that_workers_refuse_is_an_error_with_their_words(ready: VllmOmniRollout) -> None:
     with pytest.raises(RolloutEngineError, match=r"handle_sleep_task .* ERROR: sleep level 2"):
-        ready._pool.ask_all(messages.Sleep(level=2), timeout=60.0)
+        ready._pool.ask_all(messages.Sleep(level=2), timeout=300.0)
     with pytest.raises(ValueError, match="there are 1 and 2"):
         ready.sleep(3)
 

@@ -142,7 +142,7 @@ def test_it_samples_what_diffusers_transformer_does(
     guidance_scale: float,
 ) -> None:
     asked = requests_for(spec_of(kind, noise_level, guidance_scale), PROMPTS)
-    found = Trajectory.concat(rollout.generate(asked, timeout=60.0))
+    found = Trajectory.concat(rollout.generate(asked, timeout=300.0))
     latents, log_probs = with_reference(reference, asked, found.expanded_conditioning())
 
     assert found.effective.guidance_scale == guidance_scale

@@ -40,7 +40,7 @@ def asked(engine: Any) -> list[RolloutRequest]:
 
 
 def sampled(rollout: Any, asked: list[RolloutRequest]) -> Trajectory:
-    return Trajectory.concat(rollout.generate(asked, timeout=60.0))
+    return Trajectory.concat(rollout.generate(asked, timeout=300.0))
 
 
 def trained(engine: Any, asked: list[RolloutRequest]) -> Trajectory:
@@ -55,7 +55,7 @@ def latents(trajectory: Trajectory) -> Tensor:
 def test_every_name_of_the_trainer_has_its_place_in_the_real_engine(
     engine: Any, ready: VllmOmniRollout, adapter: dict[str, Tensor]
 ) -> None:
-    (there,) = ready._pool.ask_all(messages.Describe(), timeout=60.0)
+    (there,) = ready._pool.ask_all(messages.Describe(), timeout=300.0)
     names = [name for name, _ in engine.get_per_tensor_param(adapter=None)]
     own = [name for name in there["parameters"] if name.startswith("transformer.")]
 

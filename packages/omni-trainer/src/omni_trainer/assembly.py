@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import attrs
 import structlog
@@ -25,6 +25,7 @@ from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rewards.build import build_reward
 from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.run_directory import RANKS, RunDirectory, write_json
+from omni_trainer.run_workers import RunWorkers
 from omni_trainer.workers.actor_rollout_ref import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,
@@ -58,14 +59,19 @@ class Parts:
 def workers(config: RunConfig) -> Iterator[tuple[WorkerGroup, RewardPool, list[RankFacts]]]:
     """Start ranks and scorers, which load their models at the same time, and end them."""
     with ExitStack() as stack:
-        session, group, pool = make_workers(config)
-        stack.enter_context(session)
+        made = make_workers(config)
+        group, pool, servers = made.group, made.pool, made.servers
+        stack.enter_context(made.session)
+        if servers is not None:
+            stack.callback(servers.close)
         stack.callback(group.shutdown)
         stack.callback(pool.close)
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(2) as beside:
             scorers = beside.submit(pool.start)
+            rollout = None if servers is None else beside.submit(servers.start)
             group.start()
-            facts: list[RankFacts] = group.broadcast("init_model")
+            reached = None if rollout is None else rollout.result()
+            facts: list[RankFacts] = group.broadcast("init_model", reached)
             scorers.result()
         yield group, pool, facts
 
@@ -219,10 +225,8 @@ def worker_config(config: RunConfig) -> ActorRolloutRefConfig:
     )
 
 
-def make_workers(
-    config: RunConfig,
-) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
-    """Make ranks and scorers where the config puts them, and the session that they live in."""
+def make_workers(config: RunConfig) -> RunWorkers:
+    """Make ranks, scorers and servers where the config puts them, and the session that they live in."""
     if config.trainer.backend is Backend.RAY:
         from omni_trainer.rpc import ray_workers
 
@@ -230,14 +234,14 @@ def make_workers(
     place = Place(threads=config.trainer.threads)
     group = LocalGroup(lambda: ActorRolloutRefWorker(worker_config(config), place=place))
     if config.reward is None:
-        return nullcontext(), group, NoRewards()
+        return RunWorkers(session=nullcontext(), group=group, pool=NoRewards())
     name, options = config.reward.name, config.reward.options
     pool = LocalRewardPool(
         lambda: RewardWorker(name, options),
         workers=options.workers,
         overlap=config.trainer.overlap_rewards,
     )
-    return nullcontext(), group, pool
+    return RunWorkers(session=nullcontext(), group=group, pool=pool)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from omni_core.options import (
     OptimizerConfig,
     RewardConfig,
     RunFacts,
+    WeightTransport,
 )
 from omni_trainer.run_config import Backend, DataConfig, EvaluationConfig, TrainerConfig
 
@@ -43,6 +44,8 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
         yield from _engine_rules(algorithm.options, sections["engine"], rollout)
     if trainer is not None:
         yield from _trainer_rules(trainer)
+    if rollout is not None and trainer is not None:
+        yield from _server_rules(rollout, trainer)
     if sections["optimizer"] is not None and algorithm is not None and trainer is not None:
         yield from _schedule_rules(sections["optimizer"], algorithm.options, trainer)
     if sections["evaluation"] is not None:
@@ -147,6 +150,26 @@ def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         yield "trainer.trackers", f"{', '.join(twice)} twice: both would write the same files"
+
+
+def _server_rules(rollout: PluginChoice, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    options: DiffusionRolloutConfig = rollout.options
+    if options.servers:
+        if trainer.backend is not Backend.RAY:
+            yield (
+                "rollout.servers",
+                f"{options.servers} servers are Ray actors: set trainer.backend=ray",
+            )
+        if not plugins.registry(plugins.ROLLOUTS).get(rollout.name).standalone:
+            yield (
+                "rollout.servers",
+                f"rollout {rollout.name!r} samples in the process of the training engine; take 0",
+            )
+    elif options.transport is WeightTransport.OBJECT_STORE:
+        yield (
+            "rollout.transport",
+            "object_store leads to rollout servers, and rollout.servers is 0; take auto",
+        )
 
 
 def _schedule_rules(

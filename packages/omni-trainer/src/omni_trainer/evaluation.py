@@ -34,6 +34,8 @@ Pictures = NDArray[np.uint8]
 """[N, H, W, 3], RGB."""
 
 PURPOSE = "validation"
+POLICY = "default"
+"""The trained policy, whichever one samples for training."""
 
 
 @attrs.frozen(kw_only=True)
@@ -118,6 +120,7 @@ class Evaluator:
             WorkerError: a worker failed.
         """
         started = time.perf_counter()
+        self.group.broadcast("update_weights", POLICY)
         prompts: list[PromptScores] = []
         shown: list[Pictures] = []
         for rows in self._waves():
@@ -155,6 +158,7 @@ class Evaluator:
             sampling=self.sampling,
             window=lambda seed: (),
             ranks=self.group.size,
+            adapter=POLICY,
             weight_version=weight_version,
         )
         samples = sample_and_score(self.group, self.pool, plan, trained=False)
@@ -162,7 +166,7 @@ class Evaluator:
             [source.info for source in samples.sources],
             asked=self.sampling,
             seeds=plan.seeds,
-            adapter="default",
+            adapter=POLICY,
             weight_version=weight_version,
         )
         if self.on_error is OnRewardError.RAISE:

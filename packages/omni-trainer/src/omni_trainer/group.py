@@ -47,6 +47,10 @@ class WorkerError(RuntimeError):
         self.mistake = f"{role} rank {rank}: {error}" if refused else None
 
 
+class LostWorkerError(RuntimeError):
+    """A process that a worker asks for something is gone: raised in the worker, which is not at fault."""
+
+
 @attrs.frozen(kw_only=True)
 class Streamed:
     """One large object that a rank has made."""

@@ -16,7 +16,7 @@ import attrs
 import structlog
 
 from omni_core.losses import algorithm
-from omni_core.metrics import merge
+from omni_core.metrics import mean_by_name, merge
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.canary import check_echo, judge
 from omni_trainer.checkpoints import Checkpoint, Checkpoints
@@ -90,8 +90,10 @@ class Trainer:
             self.validate()
             self.report()
         while self.step < self.config.trainer.steps:
+            self.group.broadcast("rollout_metrics")  # what was done between steps is no step's
             with self.timed("step"):
                 self.train()
+            self.measure()
             self.step += 1
             if self.due(self.config.evaluation.every):
                 self.validate()
@@ -215,6 +217,12 @@ class Trainer:
             self.metrics["memory/actor_rss"] = max(one.resident for one in results) / GIB
         if samples.stochastic:
             self.metrics["rollout/old_log_probs_recomputed"] = float(self.recompute)
+
+    def measure(self) -> None:
+        """Ask the ranks what their rollouts measured in this step, and what share pushing had."""
+        measured = mean_by_name(self.group.broadcast("rollout_metrics"))
+        self.metrics |= {f"rollout/{name}": value for name, value in measured.items()}
+        self.metrics["time/push_share"] = self.metrics["time/push"] / self.metrics["time/step"]
 
     def validate(self) -> None:
         """Score the held-out prompts with the policy as it is."""

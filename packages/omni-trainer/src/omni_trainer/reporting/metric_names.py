@@ -33,6 +33,7 @@ class Metric:
 _REWARD, _HELDOUT = "with a reward", "with held-out prompts"
 _RATIO, _KL = "algorithms that look at a ratio", "with algorithm.kl_coef above 0"
 _CANARY, _CORRECTED = "where a canary is due", "with algorithm.rollout_correction"
+_ENGINES = "rollout vllm_omni"
 _RAY = "with trainer.backend: ray"
 
 # fmt: off
@@ -90,6 +91,14 @@ _LINES = (
     Metric("canary/exact", "nats a value", "largest |log-prob| difference of a replay in the rollout's own batches", "0 in float32 (1e-5 where another engine sampled)", _CANARY),
     Metric("canary/floor", "ratio", "largest |ratio - 1| of unchanged weights in training micro-batches", "below a tenth of the clip", _CANARY),
     Metric("rollout/old_log_probs_recomputed", "0 or 1", "1 where old log-probs come from training micro-batches", "0 in float32", "with stochastic steps"),
+    Metric("rollout/images_per_second", "samples/s", "throughput of one rank's (or one server's) engines, while they sample", "steady", _ENGINES),
+    Metric("rollout/queue", "batches", "most batches that waited for an engine at once", "above 0: no engine is idle", _ENGINES),
+    Metric("rollout/restarts", "engines", "engines that were lost and started again", "0", _ENGINES),
+    Metric("rollout/pushed_bytes", "bytes", "weights that were pushed to one rank's (or one server's) engines", "", _ENGINES),
+    Metric("rollout/push_pause_seconds", "s", "of the pushes, waiting for running batches", "0 where nothing is sampled during an update", _ENGINES),
+    Metric("rollout/push_send_seconds", "s", "of the pushes, handing the weights to the engines", "", _ENGINES),
+    Metric("rollout/push_verify_seconds", "s", "of the pushes, binding the weights, and the probe", "", _ENGINES),
+    Metric("rollout/*", "as the rollout says", "mean over ranks (or servers) of a number that the rollout gives"),
     Metric("data/epoch", "epochs", "epoch of the step's first prompt, counted from 0"),
     Metric("heldout/reward_mean", "reward", "mean over held-out prompts of the mean reward of their samples", "rises; this is what a run is judged by", _HELDOUT),
     Metric("heldout/prompts", "prompts", "held-out prompts with a score", "all of them", _HELDOUT),
@@ -108,6 +117,7 @@ _LINES = (
     Metric("time/update", "s", "the optimizer steps"),
     Metric("time/compile", "s", "compiling, which is also in the phase that waited for it", "0 after the first steps", "with engine.compile"),
     Metric("time/push", "s", "until the rollout had the new weights", "small against time/step"),
+    Metric("time/push_share", "share", "the part of the step that pushing weights took", "small"),
     Metric("time/validate", "s", "scoring the held-out prompts", "", _HELDOUT),
     Metric("time/save", "s", "the checkpoint before this step", "", "after a checkpoint"),
     Metric("memory/driver_rss", "GiB", "resident memory of the driver's process", "steady; it does not grow with the samples"),

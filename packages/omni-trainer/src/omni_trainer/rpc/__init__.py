@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING
 from omni_trainer.rpc import environment
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from omni_trainer.config import RunConfig
-    from omni_trainer.group import WorkerGroup
-    from omni_trainer.reward_pool import RewardPool
+    from omni_trainer.run_workers import RunWorkers
     from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig
 
 environment.prepare()
 
 
-def ray_workers(
-    config: RunConfig, worker: ActorRolloutRefConfig
-) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
-    """Describe session, ranks and scorers of a run on Ray; none is started.
+def ray_workers(config: RunConfig, worker: ActorRolloutRefConfig) -> RunWorkers:
+    """Describe session, ranks, scorers and rollout servers of a run on Ray; none is started.
 
     Raises:
         ModuleNotFoundError: the extra `ray` is not installed.

@@ -26,7 +26,7 @@ from omni_trainer.rpc.shell import RemoteFailure
 GRACE = 3.0
 """Seconds."""
 
-_DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, ObjectLostError)
+DEATHS = (RayActorError, WorkerCrashedError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 
 
 def first_failure(role: str, rank: int, error: Exception, others: Mapping[Any, int]) -> WorkerError:
@@ -55,8 +55,8 @@ def worker_error(role: str, rank: int, error: Exception) -> WorkerError:
     """Turn what Ray raised for a rank into the error that a driver raises."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RemoteFailure):
-        return WorkerError(role, rank, cause.error, details=cause.details)
-    if isinstance(cause, _DEATHS):
+        return WorkerError(role, rank, cause.error, details=cause.details, died=cause.lost)
+    if isinstance(cause, DEATHS):
         said = " ".join(str(cause).split())
         return WorkerError(role, rank, f"its process died: {said}", died=True)
     return WorkerError(role, rank, describe(cause), details=str(error))

@@ -37,6 +37,7 @@ class RayGroup(WorkerGroup):
         role: str = "actor",
         collective: bool = True,
         start_timeout: float = 120.0,
+        shell: type[Shell] = Shell,
     ) -> None:
         """Describe the group; nothing starts.
 
@@ -48,6 +49,7 @@ class RayGroup(WorkerGroup):
             role: Named in errors.
             collective: Whether the ranks run collectives, and so have to find each other.
             start_timeout: Seconds to wait for the ranks' places.
+            shell: What runs in the actors.
         """
         self.role = role
         self.size = size
@@ -56,6 +58,7 @@ class RayGroup(WorkerGroup):
         self._threads = threads
         self._collective = collective
         self._start_timeout = start_timeout
+        self._shell = shell
         self._bundles: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._failed = False
@@ -63,7 +66,7 @@ class RayGroup(WorkerGroup):
     def start(self) -> None:
         """Reserve the places, make the actors, let the ranks find each other, build the workers."""
         options = self._reserve()
-        actor_class = ray.remote(Shell)
+        actor_class = ray.remote(self._shell)
         self._actors = [
             actor_class.options(
                 runtime_env=cluster.worker_environment(self._threads),
@@ -72,7 +75,7 @@ class RayGroup(WorkerGroup):
             ).remote()
             for rank in range(self.size)
         ]
-        nodes = self._all([actor.node.remote() for actor in self._actors])
+        nodes = self.nodes()
         address = None
         if self._collective and self.size > 1:
             alone = len(set(nodes)) == 1
@@ -174,6 +177,15 @@ class RayGroup(WorkerGroup):
             raise worker_error(self.role, -1, exc) from None
         self.fetched_bytes += nbytes(found)
         return found
+
+    def nodes(self) -> list[str]:
+        """Name the machine of each rank."""
+        return self._all([actor.node.remote() for actor in self._started()])
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """Handles of the ranks' actors, which other workers may be given."""
+        return tuple(self._started())
 
     def _started(self) -> list[Any]:
         if not self._actors:

@@ -14,7 +14,7 @@ import attrs
 import ray
 
 from omni_core import log as logs
-from omni_trainer.group import describe
+from omni_trainer.group import LostWorkerError, describe
 from omni_trainer.workers import process
 
 Address = tuple[str, int]
@@ -25,10 +25,12 @@ Factory = Callable[[process.Place, Any], Any]
 class RemoteFailure(Exception):  # noqa: N818 -- it carries an error, and is never shown itself
     """What a worker raised: its description, and its traceback as text."""
 
-    def __init__(self, error: str, details: str) -> None:
-        super().__init__(error, details)
+    def __init__(self, error: str, details: str, lost: bool = False) -> None:
+        super().__init__(error, details, lost)
         self.error = error
         self.details = details
+        self.lost = lost
+        """A process that the worker asked is gone."""
 
 
 class Shell:
@@ -90,4 +92,5 @@ class _told:  # noqa: N801 -- used like a function
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
             details = "".join(traceback.format_exception(error)).rstrip()
-            raise RemoteFailure(f"{describe(error)} (in {self.method})", details) from None
+            said = f"{describe(error)} (in {self.method})"
+            raise RemoteFailure(said, details, isinstance(error, LostWorkerError)) from None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import ray
 
 from omni_core import device as devices
 from omni_trainer.config import RunConfig
-from omni_trainer.group import WorkerGroup
 from omni_trainer.reward_pool import NoRewards, RewardPool
 from omni_trainer.rpc import cluster
 from omni_trainer.rpc.environment import ADDRESS
 from omni_trainer.rpc.ray_group import RankWorker, RayGroup
 from omni_trainer.rpc.resources import Demand, wait_for_resources
 from omni_trainer.rpc.reward_pool import RayRewardPool
+from omni_trainer.rpc.rollout_server import RolloutServers
+from omni_trainer.run_workers import RunWorkers
 from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
+from omni_trainer.workers.rollout_server import RolloutServerConfig
 
 
 @contextmanager
@@ -48,10 +50,18 @@ def rank_resources(config: RunConfig) -> dict[str, float]:
     return found
 
 
-def describe_workers(
-    config: RunConfig, worker: ActorRolloutRefConfig
-) -> tuple[AbstractContextManager[None], WorkerGroup, RewardPool]:
-    """Describe the session, the ranks and the scorers of a run; none is started."""
+def server_resources(config: RunConfig) -> dict[str, float]:
+    """What one rollout server takes: devices of the kind that ranks use, and cores."""
+    trainer = config.trainer
+    found = {"CPU": trainer.cpus_per_server}
+    for resource in rank_resources(config):
+        if resource != "CPU":
+            found[resource] = trainer.devices_per_server
+    return found
+
+
+def describe_workers(config: RunConfig, worker: ActorRolloutRefConfig) -> RunWorkers:
+    """Describe the session, the ranks, the scorers and the rollout servers of a run; none is started."""
     trainer = config.trainer
     group = RayGroup(
         RankWorker(ActorRolloutRefWorker, worker),
@@ -72,4 +82,22 @@ def describe_workers(
         )
         demands.append(scorers.group.demand)
         pool = scorers
-    return session(demands, timeout=trainer.start_timeout), group, pool
+    servers = None
+    if worker.rollout_options.servers:
+        servers = RolloutServers(
+            RolloutServerConfig(
+                rollout=worker.rollout,
+                options=worker.rollout_options,
+                model=worker.actor.model,
+            ),
+            resources=server_resources(config),
+            threads=trainer.threads,
+            start_timeout=trainer.start_timeout,
+        )
+        demands.append(servers.group.demand)
+    return RunWorkers(
+        session=session(demands, timeout=trainer.start_timeout),
+        group=group,
+        pool=pool,
+        servers=servers,
+    )

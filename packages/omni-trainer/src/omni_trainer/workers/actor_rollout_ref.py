@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import structlog
@@ -98,6 +98,13 @@ class RankFacts:
     weight_version: int
 
 
+class RolloutAccess(Protocol):
+    """The way to a rollout that other processes hold for all ranks; plain data that travels to a rank."""
+
+    def connect(self, *, engine: BaseEngine, rank: int) -> BaseRollout:
+        """Make this rank's client."""
+
+
 class ActorRolloutRefWorker:
     """Built in its own process, then asked by the driver; knows nothing of how it is called."""
 
@@ -115,6 +122,8 @@ class ActorRolloutRefWorker:
         self.training = TrainingWorker(config.training(), local_rank=self.place.local_rank)
         self._made_group = process.join(self.place, self.training.device, store)
         self._rollout: BaseRollout | None = None
+        self._pushed: dict[str | None, int] = {}
+        """Adapter -> version of its last push; empty with a rollout that shares the trained module."""
 
     @property
     def rollout(self) -> BaseRollout:
@@ -129,8 +138,11 @@ class ActorRolloutRefWorker:
         """The algorithm whose loss is trained."""
         return algorithm(self.config.actor.loss)
 
-    def init_model(self) -> RankFacts:
+    def init_model(self, servers: RolloutAccess | None = None) -> RankFacts:
         """Load the model, make the optimizer and the rollout, and push the first weights.
+
+        Args:
+            servers: Who holds the rollout; None makes one here.
 
         Raises:
             ValueError: the algorithm cannot train this model (says why, before anything is loaded), or the
@@ -138,15 +150,22 @@ class ActorRolloutRefWorker:
         """
         self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
         self.training.reset(check=self._check_supported)
-        plugin = registry(ROLLOUTS).get(self.config.rollout)
-        self._rollout = plugin.build(self.config.rollout_options, engine=self.training.engine)
-        self._rollout.setup()
+        self._rollout = self._make_rollout(servers)
         return RankFacts(
             device=str(self.training.device),
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
             weight_version=self.update_weights(),
         )
+
+    def _make_rollout(self, servers: RolloutAccess | None) -> BaseRollout:
+        engine = self.training.engine
+        if servers is not None:
+            return servers.connect(engine=engine, rank=self.place.rank)
+        plugin = registry(ROLLOUTS).get(self.config.rollout)
+        made: BaseRollout = plugin.build(self.config.rollout_options, engine=engine)
+        made.setup()
+        return made
 
     def _check_supported(self, engine: BaseEngine) -> None:
         facts = engine.facts()
@@ -273,20 +292,31 @@ class ActorRolloutRefWorker:
             resident=process.resident_bytes(),
         )
 
-    def update_weights(self) -> int:
+    def update_weights(self, adapter: str | None = None) -> int:
         """Let the rollout sample with the weights as they now are; returns their version.
 
         A rollout that shares the trained module already does. Any other is paused, sent the adapter
         (or all weights) and resumed; what it bound must be what was sent.
 
+        Args:
+            adapter: The policy that is about to sample; None is the algorithm's. Of a version, each is
+                sent once. Where every weight is trained there is one policy.
+
         Raises:
             WeightMismatchError: it was not; lists the names on both sides.
         """
         version = self.training.weight_version
-        if self.rollout.weight_version == version:
-            return version
+        if self.config.actor.model.lora is None:
+            adapter = None
+        elif adapter is None:
+            adapter = self.config.actor.loss.options.rollout_algo().adapter
+        shared = self.rollout.weight_version == version and not self._pushed
+        if not shared and self._pushed.get(adapter) != version:
+            self._push(adapter, version)
+        return version
+
+    def _push(self, adapter: str | None, version: int) -> None:
         lora = self.config.actor.model.lora
-        adapter = None if lora is None else self.config.actor.loss.options.rollout_algo().adapter
         tensors = dict(self.training.engine.get_per_tensor_param(adapter=adapter))
         self.rollout.pause()
         report = self.rollout.update(
@@ -302,8 +332,18 @@ class ActorRolloutRefWorker:
             msg = f"the rollout did not bind {sent}; it bound {bound}"
             raise WeightMismatchError(msg)
         self.rollout.resume()
-        log.info("weights.pushed", version=version, nbytes=report.nbytes, seconds=report.seconds)
-        return version
+        self._pushed[adapter] = version
+        log.info(
+            "weights.pushed",
+            version=version,
+            adapter=adapter,
+            nbytes=report.nbytes,
+            seconds=report.seconds,
+        )
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Ask the rollout what it measured since the last call."""
+        return dict(self.rollout.metrics())
 
     def copy_adapter(self, source: str, target: str) -> None:
         """Make the adapter *target* equal to *source*."""

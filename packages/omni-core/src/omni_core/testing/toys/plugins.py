@@ -20,7 +20,8 @@ TOYS: dict[tuple[str, str], Plugin] = {
         api=1,
         options=ToyRolloutConfig,
         target=f"{_HERE}.rollout:ToyRollout",
-        summary="samples in the toy engine's process",
+        summary="samples in the toy engine's process, or as a replica in another",
+        standalone=True,
     ),
     (MODELS, "toy"): Plugin(
         api=1,

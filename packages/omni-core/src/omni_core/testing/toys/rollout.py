@@ -17,16 +17,18 @@ from torch import Tensor
 
 from omni_core.choices import StepKind
 from omni_core.model import Denoiser, Guidance
-from omni_core.options import DiffusionSamplingConfig
+from omni_core.options import DiffusionSamplingConfig, EngineConfig
 from omni_core.request_check import check_frame_rate, check_guidance, check_length
 from omni_core.rollout import (
     BaseRollout,
+    PolicyCard,
     RolloutHandle,
     RolloutState,
     RolloutStateError,
     UpdateReport,
     WeightMismatchError,
     WeightUpdate,
+    check_version,
 )
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing.toys import lora
@@ -76,10 +78,13 @@ class _Job:
 
 
 class ToyRollout(BaseRollout):
-    """Built as `ToyRollout(options, engine=engine)`."""
+    """Built as `ToyRollout(options, engine=engine)`; a replica needs no more of it than a `PolicyCard`."""
 
-    def __init__(self, options: ToyRolloutConfig, *, engine: ToyEngine) -> None:
+    def __init__(self, options: ToyRolloutConfig, *, engine: ToyEngine | PolicyCard) -> None:
         self.options = options
+        self._number = engine.get_data_parallel_rank()
+        if isinstance(engine, PolicyCard):
+            engine = _base_of(engine, options)
         self.engine = engine
         self.conditioner = engine.family.load_conditioner(torch.float32)
         self.codec = engine.family.load_codec(torch.float32)
@@ -89,6 +94,8 @@ class ToyRollout(BaseRollout):
         )
         self._version = -1
         """The last one pushed."""
+        self._versions: dict[str | None, int] = {}
+        """Adapter -> the last one pushed for it."""
         self._state = RolloutState.WEIGHTS_STALE if self._replica else RolloutState.READY
         self._before_sleep: RolloutState | None = None
         self._queue: list[_Row] = []
@@ -220,8 +227,7 @@ class ToyRollout(BaseRollout):
         ][: self.options.batch_size]
         taken = {id(row) for row in alike}
         self._queue = [row for row in self._queue if id(row) not in taken]
-        rank = self.engine.get_data_parallel_rank()
-        name = f"{rank}.{self.weight_version}.{next(self._batches)}"
+        name = f"{self._number}.{self.weight_version}.{next(self._batches)}"
         with self._policy(first.adapter):
             kinds = [self._jobs[r.job].conditioning[_prompt_key(r.asked)] for r in alike]
             latents, log_probs = denoise(
@@ -283,9 +289,7 @@ class ToyRollout(BaseRollout):
         if self._state not in (RolloutState.PAUSED, RolloutState.WEIGHTS_STALE):
             msg = f"an update needs a paused rollout, this one is {self._state.value}"
             raise RolloutStateError(msg)
-        if update.version <= self._version:
-            msg = f"version {update.version} does not follow {self._version}: versions only grow"
-            raise ValueError(msg)
+        check_version(update, now=self._version, pushed=self._versions)
         ours = self._named_weights(update.adapter)
         if ours.keys() != update.tensors.keys():
             msg = (
@@ -300,7 +304,7 @@ class ToyRollout(BaseRollout):
             if other:
                 msg = f"the shared module has other values of {', '.join(other)} than were sent"
                 raise WeightMismatchError(msg)
-        self._version = update.version
+        self._version = self._versions[update.adapter] = update.version
         self._state = RolloutState.PAUSED
         nbytes = sum(v.numel() * v.element_size() for v in update.tensors.values())
         return UpdateReport(
@@ -313,6 +317,9 @@ class ToyRollout(BaseRollout):
     def _named_weights(self, adapter: str | None) -> dict[str, Tensor]:
         (module,) = self._denoiser.experts.values()
         if adapter is not None:
+            (some, *_) = lora.layers(module).values()
+            if self._replica and adapter not in some.lora_A:  # a policy that was not pushed before
+                lora.add_adapter(module, adapter, seed=0)
             return lora.tensors(module, adapter)
         named = module.named_parameters()
         return {n.replace(".base.", "."): p for n, p in named if ".lora_" not in n}
@@ -344,6 +351,17 @@ class ToyRollout(BaseRollout):
         """Drop everything that waits."""
         self._queue.clear()
         self._jobs.clear()
+
+
+def _base_of(card: PolicyCard, options: ToyRolloutConfig) -> ToyEngine:
+    """Make the model that a replica is a copy of, from what is known of it."""
+    if options.placement is not ToyPlacement.REPLICA:
+        msg = f"rollout.placement: {options.placement.value} samples with the engine's own module, and "
+        msg += f"there is no engine in this process; take {ToyPlacement.REPLICA.value}"
+        raise ValueError(msg)
+    engine = ToyEngine(card.model_config, EngineConfig(), None, None)
+    engine.initialize()
+    return engine
 
 
 def _prompt_key(request: RolloutRequest) -> tuple[str, str, Guidance]:
