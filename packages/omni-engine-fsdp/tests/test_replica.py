@@ -108,6 +108,11 @@ def test_an_adapter_that_was_not_pushed_along_is_not_sampled_with(
     samples(rollout, sampling)
     with pytest.raises(ValueError, match="adapter 'old' was not pushed with version 5"):
         rollout.submit(requests_for(sampling, adapter="old"))
+    rollout.pause()
+    old = dict(engine.get_per_tensor_param(adapter="old"))
+    rollout.update(WeightUpdate(version=5, tensors=old, adapter="old"))
+    rollout.resume()
+    samples(rollout, sampling, adapter="old")
 
 
 def test_a_tensor_of_another_shape_changes_nothing(
