@@ -126,6 +126,21 @@ def test_one_update_keeps_the_natural_order():
     assert plan.steps[0].denominator == 36.0
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_with_one_update_each_rank_trains_what_it_sampled(ranks):
+    """What `engine.keep_graph` rests on; groups of 4 lie across ranks."""
+    found = plan(batch(3), ranks=ranks, samples=4)
+    rows = [
+        PlannedRow(source=i, row=0, advantage=0.0, weight=1.0, trained_steps=2)
+        for i in range(len(found.keys))
+    ]
+    updates = plan_updates(rows, updates=1, ranks=ranks, seed=0, iteration=0)
+
+    for requests, update in zip(found.by_rank, updates, strict=True):
+        sampled = [(r.group_id, s.k) for r in requests for s in r.samples]
+        assert [found.keys[source] for source in update.sources] == sampled
+
+
 def test_several_updates_are_a_seeded_permutation_of_all_rows():
     first = trained(plan_updates(rows(24), updates=2, ranks=1, seed=0, iteration=3))
     again = trained(plan_updates(rows(24), updates=2, ranks=1, seed=0, iteration=3))
