@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from omni_trainer import cli
+from omni_trainer.evaluation import Evaluation, PromptScores, save_evaluation
 from omni_trainer.reporting.charts import Line, chart
 from omni_trainer.reporting.intervals import Interval
 from omni_trainer.reporting.report import prose, render
-from omni_trainer.reporting.report_parts import data_uri
+from omni_trainer.reporting.report_parts import before_after, data_uri
 from omni_trainer.run_record import RunRecord
 
 HOSTILE = '<script>alert("a sign")</script> & "more"'
@@ -104,6 +105,31 @@ def test_a_run_of_which_only_the_config_is_there_has_a_report(train, tmp_path):
 def test_a_directory_without_a_run_is_a_sentence(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+def test_pictures_are_paired_by_prompt(tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {steps: 4}\n")
+    for step, names in ((0, ["a", "b", "c"]), (4, ["c", "x", "a"])):
+        prompts = tuple(
+            PromptScores(
+                row_id=name, prompt=name, target=None, rewards=(step / 10,), unscored=0, details={}
+            )
+            for name in names
+        )
+        pictures = np.stack([np.full((2, 2, 3), ord(name) + step, np.uint8) for name in names])
+        found = Evaluation(step=step, prompts=prompts, seconds=1.0)
+        save_evaluation(tmp_path / "evaluations", found, pictures)
+
+    shown = before_after(RunRecord(tmp_path))
+
+    assert [one.prompt for one in shown] == ["a", "c"]
+    for one in shown:
+        expected = [np.full((2, 2, 3), ord(one.prompt) + step, np.uint8) for step in (0, 4)]
+        assert [uri for _, uri, _ in one.pictures] == [data_uri(image) for image in expected]
+        assert [(said, reward) for said, _, reward in one.pictures] == [
+            ("before", 0.0),
+            ("after 4 steps", 0.4),
+        ]
 
 
 # -- charts -----------------------------------------------------------------------------------------

@@ -227,13 +227,21 @@ def save_evaluation(directory: Path, found: Evaluation, pictures: Pictures | Non
         np.save(path.with_suffix(".npy"), pictures, allow_pickle=False)
 
 
-def load_evaluation(directory: Path, step: int) -> tuple[Evaluation, Pictures | None] | None:
-    """Read what `save_evaluation` wrote; None if *step* was not evaluated."""
+def load_evaluation(
+    directory: Path, step: int, *, pictured: bool = True
+) -> tuple[Evaluation, Pictures | None] | None:
+    """Read what `save_evaluation` wrote; None if *step* was not evaluated.
+
+    Args:
+        directory: Of the evaluations.
+        step: Trained steps.
+        pictured: Read the pictures too, where there are some.
+    """
     path = evaluation_path(directory, step)
     if not path.is_file():
         return None
     raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     prompts = tuple(converter.structure(prompt, PromptScores) for prompt in raw["prompts"])
     beside = path.with_suffix(".npy")
-    pictures = np.load(beside, allow_pickle=False) if beside.is_file() else None
+    pictures = np.load(beside, allow_pickle=False) if pictured and beside.is_file() else None
     return Evaluation(step=raw["step"], prompts=prompts, seconds=raw["seconds"]), pictures

@@ -124,11 +124,18 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> list[Evaluation]:
         """Held-out scores, in order of their steps."""
-        return [self._evaluation(step)[0] for step in self._evaluated]
+        found = (
+            load_evaluation(self.run.evaluations, step, pictured=False) for step in self._evaluated
+        )
+        return [each[0] for each in found if each is not None]
 
-    def pictures(self, evaluation: Evaluation) -> Pictures | None:
-        """First samples of the first prompts of an evaluation: uint8 [N, H, W, 3]."""
-        return self._evaluation(evaluation.step)[1]
+    def first_and_last_pictures(self) -> list[tuple[Evaluation, Pictures]]:
+        """The first and the last evaluation with pictures (or the only one): uint8 [N, H, W, 3] each."""
+        held = sorted(int(p.stem.removeprefix("step-")) for p in self.run.evaluations.glob("*.npy"))
+        found = (
+            load_evaluation(self.run.evaluations, step) for step in sorted({*held[:1], *held[-1:]})
+        )
+        return [(each[0], each[1]) for each in found if each is not None and each[1] is not None]
 
     @cached_property
     def gain(self) -> Change | None:
@@ -154,11 +161,6 @@ class RunRecord:
     def _evaluated(self) -> list[int]:
         found = self.run.evaluations.glob("step-*.json")
         return sorted(int(path.stem.removeprefix("step-")) for path in found)
-
-    def _evaluation(self, step: int) -> tuple[Evaluation, Pictures | None]:
-        found = load_evaluation(self.run.evaluations, step)
-        assert found is not None
-        return found
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.path / name

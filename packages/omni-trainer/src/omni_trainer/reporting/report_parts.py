@@ -100,18 +100,23 @@ class Shown:
 
 def before_after(record: RunRecord) -> list[Shown]:
     """Prompts with their picture before and after, or of the one evaluation that there is."""
-    found = [(each, record.pictures(each)) for each in record.evaluations]
-    held = [(each, pictures) for each, pictures in found if pictures is not None]
-    chosen = [held[0], held[-1]] if len(held) > 1 else held
+    chosen = record.first_and_last_pictures()
     if not chosen:
         return []
+    places = [
+        {prompt.row_id: place for place, prompt in enumerate(each.prompts[: len(images)])}
+        for each, images in chosen
+    ]
     shown = []
-    for place, prompt in enumerate(chosen[0][0].prompts[: min(len(p) for _, p in chosen)]):
+    for prompt in chosen[0][0].prompts[: len(chosen[0][1])]:
+        if not all(prompt.row_id in own for own in places):
+            continue  # a resume may have evaluated other prompts
         pictures = []
-        for evaluation, images in chosen:
-            own = evaluation.prompts[place]
-            reward = own.mean if own.rewards else None
-            pictures.append((_caption(evaluation), data_uri(images[place]), reward))
+        for (evaluation, images), own in zip(chosen, places, strict=True):
+            scores = evaluation.prompts[own[prompt.row_id]]
+            reward = scores.mean if scores.rewards else None
+            uri = data_uri(images[own[prompt.row_id]])
+            pictures.append((_caption(evaluation), uri, reward))
         shown.append(Shown(prompt=prompt.prompt, target=prompt.target, pictures=pictures))
     return shown
 
