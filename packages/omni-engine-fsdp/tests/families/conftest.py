@@ -107,7 +107,7 @@ CASES = (
     Case(
         name="sana",
         size=DiffusionPipelineConfig(height=32, width=64, max_sequence_length=32),
-        time_module="time_embed.emb.timestep_embedder",
+        time_module="time_embed.emb.time_proj",
         blocks=("SanaTransformerBlock",),
     ),
 )

@@ -192,10 +192,9 @@ def test_case_1_a_bf16_model_is_conditioned_on_the_float32_timestep(loaded: Any)
     module.forward = seeing
     conditioning = loaded.encode(("a", "blue"), 1.0)
     found = denoiser.velocity(loaded.noise(2), step_at(*SIGMAS), conditioning, NO_GUIDANCE)
-    if loaded.case.name != "sana":  # which is looked at behind its sinusoids
-        assert seen[0].dtype == torch.float32
-        expected = loaded.case.time_input(torch.tensor(SIGMAS))
-        torch.testing.assert_close(seen[0], expected, rtol=0.0, atol=1e-3)
+    assert seen[0].dtype == torch.float32
+    expected = loaded.case.time_input(torch.tensor(SIGMAS))
+    torch.testing.assert_close(seen[0], expected, rtol=0.0, atol=1e-3)
     for value in found.values():
         assert value.dtype == torch.float32
         assert value.isfinite().all()
@@ -222,6 +221,10 @@ def test_lora_targets_and_shard_units_are_in_the_module(loaded: Any) -> None:
         assert tuple(type(unit).__name__ for unit in units) == loaded.case.blocks
         assert all(isinstance(unit, nn.Module) for unit in units)
     assert tuple(loaded.denoiser.experts) == loaded.family.expert_names
+    routes = [
+        loaded.denoiser.route(step, loaded.schedule) for step in range(loaded.schedule.num_steps)
+    ]
+    assert set(routes) == set(loaded.family.expert_names)
     assert loaded.family.lora_targets == loaded.denoiser.lora_targets
     assert tuple(loaded.shapes) == loaded.family.modalities
 

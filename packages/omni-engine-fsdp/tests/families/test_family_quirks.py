@@ -14,8 +14,13 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, SanaPipeline
 
 from omni_core.choices import StepKind
-from omni_core.model import NO_GUIDANCE, Guidance, ModelFamily
-from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.model import NO_GUIDANCE, Guidance, ModelFamily, Step
+from omni_core.options import (
+    DiffusionModelConfig,
+    DiffusionPipelineConfig,
+    DiffusionSamplingConfig,
+    DType,
+)
 from omni_engine_fsdp.families.flux import FluxFamily
 from omni_engine_fsdp.families.flux2 import Flux2Family
 from omni_engine_fsdp.families.sana import SanaFamily
@@ -52,6 +57,31 @@ def test_flux_without_the_scale_as_an_input_takes_none(tmp_path: Path) -> None:
     assert conditioner.encode(["a"], negative_prompt="", guidance=NO_GUIDANCE).rows == 1
     even = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
     torch.testing.assert_close(family.schedule(STEPS).sigmas, even, rtol=0.0, atol=1e-6)
+
+
+@torch.no_grad()
+def test_flux_takes_its_guidance_scale_unrounded_in_bf16(
+    tiny_path: Callable[[str], Path],
+) -> None:
+    """bf16 holds 3504, not 3500."""
+    path = str(tiny_path("flux"))
+    family = FluxFamily(DiffusionModelConfig(path=path, dtype=DType.BFLOAT16, pipeline=SIZE))
+    denoiser = family.load_denoiser(torch.bfloat16)
+    seen: list[torch.Tensor] = []
+    module: Any = denoiser.transformer.get_submodule("time_text_embed.time_proj")
+    sinusoids = module.forward
+
+    def seeing(value: torch.Tensor) -> Any:
+        seen.append(value)
+        return sinusoids(value)
+
+    module.forward = seeing
+    conditioning = family.load_conditioner(torch.bfloat16).encode(
+        ["a"], negative_prompt="", guidance=Guidance(scale=3.5)
+    )
+    step = Step(index=torch.tensor([0]), sigma=torch.tensor([0.5]))
+    denoiser.velocity({"image": torch.zeros(1, 4, 8, 8)}, step, conditioning, Guidance(scale=3.5))
+    assert [value.tolist() for value in seen] == [[500.0], [3500.0]]
 
 
 def test_flux_shifts_its_schedule_by_size(tiny_path: Callable[[str], Path]) -> None:
