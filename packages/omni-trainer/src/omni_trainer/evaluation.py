@@ -25,6 +25,7 @@ from omni_trainer.canary import check_echo
 from omni_trainer.config import EvaluationConfig
 from omni_trainer.data import PromptBatch, PromptRow
 from omni_trainer.group import WorkerGroup
+from omni_trainer.reporting.clips import Clip
 from omni_trainer.reward_pool import RewardPool
 from omni_trainer.rollout_plan import plan_rollout
 from omni_trainer.run_directory import write_json
@@ -36,6 +37,26 @@ Pictures = NDArray[np.uint8]
 PURPOSE = "validation"
 POLICY = "default"
 """The trained policy, whichever one samples for training."""
+PLAYED = 4
+"""Samples whose videos are brought to the driver."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Shown:
+    """What a person is shown of some samples."""
+
+    pictures: Pictures
+    """[N, H, W, 3]: of a video its middle frame."""
+    clips: tuple[Clip, ...] = ()
+    """Of the first samples, where they are videos."""
+
+    @classmethod
+    def concat(cls, parts: Sequence[Shown]) -> Shown:
+        """Join; clips beyond the first few are let go."""
+        return cls(
+            pictures=np.concatenate([part.pictures for part in parts]),
+            clips=tuple(clip for part in parts for clip in part.clips)[:PLAYED],
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -108,11 +129,11 @@ class Evaluator:
         self.group = group
         self.pool = pool
 
-    def run(self, step: int, *, weight_version: int | None) -> tuple[Evaluation, Pictures | None]:
+    def run(self, step: int, *, weight_version: int | None) -> tuple[Evaluation, Shown | None]:
         """Evaluate the policy as it is.
 
         Returns:
-            The scores, and the first samples of the first prompts: uint8 [N, H, W, 3].
+            The scores, and the first samples of the first prompts.
 
         Raises:
             CanaryError: samples are not what was asked for.
@@ -122,25 +143,24 @@ class Evaluator:
         started = time.perf_counter()
         self.group.broadcast("update_weights", POLICY)
         prompts: list[PromptScores] = []
-        shown: list[Pictures] = []
+        shown: list[Shown] = []
         for rows in self._waves():
-            scores, pictures = self._wave(
-                rows, weight_version, self.config.grid_prompts - len(shown)
-            )
+            left = self.config.grid_prompts - sum(len(part.pictures) for part in shown)
+            scores, part = self._wave(rows, weight_version, left)
             prompts += scores
-            shown += pictures
+            shown += [] if part is None else [part]
         seconds = time.perf_counter() - started
-        stacked = np.stack(shown) if shown else None
-        return Evaluation(step=step, prompts=tuple(prompts), seconds=seconds), stacked
+        found = Evaluation(step=step, prompts=tuple(prompts), seconds=seconds)
+        return found, Shown.concat(shown) if shown else None
 
     def _wave(
         self, rows: tuple[PromptRow, ...], weight_version: int | None, pictures: int
-    ) -> tuple[list[PromptScores], list[Pictures]]:
+    ) -> tuple[list[PromptScores], Shown | None]:
         """Evaluate some prompts; their samples are let go before the next ones."""
         samples = self._sample(rows, weight_version)
         keys = [(request.group_id, 0) for request in samples.plan.requests[:pictures]]
         places = [samples.places[key] for key in keys]
-        shown = pick_pictures(self.group, samples, places) if places else []
+        shown = pick_shown(self.group, samples, places) if places else None
         return _scores(samples), shown
 
     def _waves(self) -> Iterator[tuple[PromptRow, ...]]:
@@ -174,13 +194,15 @@ class Evaluator:
         return samples
 
 
-def pick_pictures(
-    group: WorkerGroup, samples: Samples, places: Sequence[tuple[int, int]]
-) -> list[Pictures]:
-    """Bring single pictures to the driver: (source, row) -> uint8 [H, W, 3] each."""
+def pick_shown(group: WorkerGroup, samples: Samples, places: Sequence[tuple[int, int]]) -> Shown:
+    """Bring single samples, (source, row) each, to the driver: pictures of all, videos of the first."""
     refs = [samples.sources[source].ref for source, _ in places]
-    picked = group.call(0, "pick_images", [row for _, row in places], refs=refs)
-    return list(picked.numpy())
+    rows = [row for _, row in places]
+    picked = group.call(0, "pick_images", rows, refs=refs)
+    clips = ()
+    if samples.sources[places[0][0]].info.effective.num_frames > 1:
+        clips = tuple(group.call(0, "pick_clips", rows[:PLAYED], refs=refs[:PLAYED]))
+    return Shown(pictures=picked.numpy(), clips=clips)
 
 
 def _scores(samples: Samples) -> list[PromptScores]:

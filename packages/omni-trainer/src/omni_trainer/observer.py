@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 
 from omni_core import config as core
 from omni_core.plugins import TRACKERS, registry
 from omni_core.tracking import Tracker
 from omni_trainer.config import RunConfig
-from omni_trainer.evaluation import Evaluation, Pictures, pick_pictures, save_evaluation
+from omni_trainer.evaluation import Evaluation, Shown, pick_shown, save_evaluation
 from omni_trainer.group import WorkerGroup
-from omni_trainer.reporting.grid import write_grid
+from omni_trainer.reporting.clips import write_clips
+from omni_trainer.reporting.grid import write_contact_sheet, write_grid
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.run_directory import RunDirectory
 from omni_trainer.samples import Samples
@@ -65,29 +65,36 @@ class Observer:
             return
         requests = samples.plan.requests[: GRID_COLUMNS * 4]
         keys = [(request.group_id, request.samples[0].k) for request in requests]
-        pictures = pick_pictures(group, samples, [samples.places[key] for key in keys])
+        shown = pick_shown(group, samples, [samples.places[key] for key in keys])
         titles = [
             f"{result.value:.2f}  {request.prompt}" if result is not None else request.prompt
             for request, result in zip(requests, map(samples.results.get, keys), strict=True)
         ]
-        self._grid(step, f"train-step-{step:06d}", np.stack(pictures), titles)
+        self._grid(step, f"train-step-{step:06d}", shown, titles)
 
-    def evaluated(self, found: Evaluation, pictures: Pictures | None) -> None:
+    def evaluated(self, found: Evaluation, shown: Shown | None) -> None:
         """Keep held-out scores, and show the first samples."""
+        pictures = None if shown is None else shown.pictures
         save_evaluation(self.run.evaluations, found, pictures)
         numbers = found.metrics()
-        shown = "  ".join(
+        said = "  ".join(
             f"{name.removeprefix('heldout/')} {value:.3g}" for name, value in numbers.items()
         )
-        self.progress.note(f"held-out after {found.step} steps: {shown}")
-        if pictures is not None:
-            titles = [f"{p.mean:.2f}  {p.prompt}" for p in found.prompts[: len(pictures)]]
-            self._grid(found.step, f"heldout-step-{found.step:06d}", pictures, titles)
+        self.progress.note(f"held-out after {found.step} steps: {said}")
+        if shown is not None:
+            titles = [f"{p.mean:.2f}  {p.prompt}" for p in found.prompts[: len(shown.pictures)]]
+            self._grid(found.step, f"heldout-step-{found.step:06d}", shown, titles)
 
-    def _grid(self, step: int, name: str, pictures: Pictures, titles: Sequence[str]) -> None:
+    def _grid(self, step: int, name: str, shown: Shown, titles: Sequence[str]) -> None:
+        """Write pictures as a grid; of videos, a sheet of frames and files that play beside it."""
         self.run.grids.mkdir(exist_ok=True)
         path = self.run.grids / f"{name}.png"
-        write_grid(path, pictures, columns=GRID_COLUMNS, titles=titles)
+        frames = [clip.frames for clip in shown.clips if clip.frames is not None]
+        if frames:
+            write_contact_sheet(path, frames, titles[: len(frames)])
+        else:
+            write_grid(path, shown.pictures, columns=GRID_COLUMNS, titles=titles)
+        write_clips(self.run.grids, name, shown.clips)
         for tracker in self.trackers.values():
             tracker.image(step, name.partition("-step")[0], path)
 

@@ -7,7 +7,7 @@ ranks.json          what each rank runs on
 status.json         how it ended
 metrics.jsonl       one line a step
 evaluations/        held-out scores, one file for each evaluation
-grids/              pictures of samples
+grids/              pictures of samples; of videos, frames and files that play
 checkpoints/        see omni_trainer.checkpoints
 export/             the trained adapter for stock pipelines
 """

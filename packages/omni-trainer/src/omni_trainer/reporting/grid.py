@@ -1,4 +1,4 @@
-"""Grids of pictures that a person can look at: tiny ones are enlarged, captions are wrapped.
+"""Grids of pictures and frames that a person can look at: tiny ones are enlarged, captions are wrapped.
 
 Axes: N pictures, H W pixels.
 """
@@ -49,6 +49,29 @@ def write_grid(
     """
     _check(images, titles)
     _write(path, [[_enlarged(image, scale)] for image in images], columns, titles, heading)
+
+
+def write_contact_sheet(
+    path: Path, videos: Sequence[Pictures], titles: Sequence[str], *, columns: int = 2
+) -> None:
+    """Write some frames of each video side by side as a PNG, each with its prompt.
+
+    Args:
+        path: Of the file.
+        videos: uint8 [K, H, W, 3] each, all of one shape, at least one.
+        titles: One for each video.
+        columns: Videos in a row.
+
+    Raises:
+        ValueError: the shapes differ, or there is not one title for each video.
+    """
+    _check(np.concatenate(list(videos)), None)
+    if len({video.shape for video in videos}) != 1 or len(titles) != len(videos):
+        shapes = sorted({video.shape for video in videos})
+        msg = f"videos of one shape with a title each: got {shapes}, {len(titles)} titles"
+        raise ValueError(msg)
+    cells = [[_enlarged(frame, None) for frame in video] for video in videos]
+    _write(path, cells, columns, titles, "frames of each video, from the first to the last")
 
 
 def write_before_after_grid(

@@ -28,8 +28,9 @@ from omni_core.options import (
 from omni_core.plugins import ROLLOUTS, registry
 from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
 from omni_core.seeds import derive_seed
-from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
+from omni_core.trajectory import Media, RolloutRequest, Trajectory, TrajectoryInfo
 from omni_trainer.canary import CanaryReport, measure
+from omni_trainer.reporting.clips import Clip, clip_of
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
 from omni_trainer.workers import process
 from omni_trainer.workers.batches import (
@@ -209,6 +210,15 @@ class ActorRolloutRefWorker:
             ValueError: media without pictures.
         """
         return torch.stack([_picture(t, row) for t, row in zip(trajectories, rows, strict=True)])
+
+    def pick_clips(self, rows: Sequence[int], *trajectories: Trajectory) -> list[Clip]:
+        """Take one row of each trajectory's media, as `pick_images`, as what a person sees and hears.
+
+        Raises:
+            ValueError: media without video and without sound.
+        """
+        pairs = zip(trajectories, rows, strict=True)
+        return [clip_of(_media(trajectory), row) for trajectory, row in pairs]
 
     # -- scoring -----------------------------------------------------------------------------------
 
@@ -398,11 +408,18 @@ def _log_probs(found: Tensor | None) -> Tensor:
     return found
 
 
+def _media(trajectory: Trajectory) -> Media:
+    if trajectory.media is None:
+        msg = f"group {trajectory.records[0].group_id!r} was not decoded"
+        raise ValueError(msg)
+    return trajectory.media
+
+
 def _picture(trajectory: Trajectory, row: int) -> Tensor:
-    media = trajectory.media
-    if media is not None and media.image is not None:
+    media = _media(trajectory)
+    if media.image is not None:
         return media.image[row]
-    if media is not None and media.video is not None:
+    if media.video is not None:
         return media.video[row, media.video.shape[1] // 2]
     msg = f"group {trajectory.records[0].group_id!r} has no picture"
     raise ValueError(msg)
