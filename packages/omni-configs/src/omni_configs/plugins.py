@@ -12,6 +12,9 @@ def _recipe(name: str, summary: str) -> Plugin:
 
 quickstart = _recipe("quickstart", "FlowGRPO teaches a tiny pipeline to write numbers, in minutes")
 smoke = _recipe("smoke", "two steps of the quickstart in this process: does it run here?")
+qwen_image_ocr_flow_grpo = _recipe(
+    "qwen_image_ocr_flow_grpo", "VeRL-Omni's published OCR settings for Qwen-Image"
+)
 sd3_ocr_flow_grpo = _recipe("sd3_ocr_flow_grpo", "Flow-GRPO's published OCR settings for SD3.5-M")
 sd3_ocr_verl_omni = _recipe("sd3_ocr_verl_omni", "VeRL-Omni's OCR settings for SD3.5-M")
 sd3_pickscore_flow_grpo = _recipe(

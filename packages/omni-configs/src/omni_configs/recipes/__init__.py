@@ -100,5 +100,22 @@ def flux_pickscore_flow_grpo(options: NoOptions) -> Recipe:
     )
 
 
+def qwen_image_ocr_flow_grpo(options: NoOptions) -> Recipe:
+    """VeRL-Omni's OCR experiment on Qwen-Image."""
+    del options
+    return Recipe(
+        yaml=_yaml("qwen_image_ocr_flow_grpo"),
+        summary="Qwen-Image learns to write the quoted text of its prompts (published settings)",
+        standing=Standing.NOT_RUN,
+        hardware="not run here",
+        global_batch="32 prompts x 16",
+        source=(
+            "The FlowGRPO example of VeRL-Omni for Qwen-Image. Differences: text is found and read by "
+            "RapidOCR, not by a language model; the engine samples, not vLLM-Omni (take rollout.name: "
+            "vllm_omni for that); the size of pictures and the number of steps are ours."
+        ),
+    )
+
+
 def _yaml(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
