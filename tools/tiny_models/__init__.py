@@ -14,8 +14,11 @@ from typing import Any
 BUILDERS: Mapping[str, str] = {
     "flux": "tiny_models.flux:build_tiny_flux",
     "flux2": "tiny_models.flux2:build_tiny_flux2",
+    "ltx2": "tiny_models.ltx2:build_tiny_ltx2",
+    "qwen_image": "tiny_models.qwen_image:build_tiny_qwen_image",
     "sana": "tiny_models.sana:build_tiny_sana",
     "sd3": "tiny_models.sd3:build_tiny_sd3",
+    "wan": "tiny_models.wan:build_tiny_wan",
     "z_image": "tiny_models.z_image:build_tiny_z_image",
 }
 """Model family -> its builder, `build(directory, *, seed=0, dtype=torch.float32)`."""
@@ -23,8 +26,11 @@ BUILDERS: Mapping[str, str] = {
 SIZES: Mapping[str, Mapping[str, int]] = {
     "flux": {"height": 16, "width": 16, "max_sequence_length": 16},
     "flux2": {"height": 16, "width": 16, "max_sequence_length": 48},
+    "ltx2": {"height": 32, "width": 32, "max_sequence_length": 16, "num_frames": 3},
+    "qwen_image": {"height": 16, "width": 16, "max_sequence_length": 256},
     "sana": {"height": 32, "width": 32, "max_sequence_length": 16},
     "sd3": {"height": 16, "width": 16, "max_sequence_length": 8},
+    "wan": {"height": 16, "width": 16, "max_sequence_length": 8, "num_frames": 3},
     "z_image": {"height": 16, "width": 16, "max_sequence_length": 64},
 }
 """Model family -> the smallest `model.pipeline` that its tiny pipeline is run with, in which prompts differ."""

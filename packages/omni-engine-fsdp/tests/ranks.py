@@ -96,13 +96,13 @@ class TwoExperts(Denoiser):
     def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
         return self.parts["high"].shard_units(expert)
 
-    def route(self, step: int, schedule: FlowMatchSchedule) -> str:
-        return "high" if step == 0 else "low"
+    def expert_at(self, sigma: float) -> str:
+        return "high" if sigma > SCHEDULE.values()[1] else "low"
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
     ) -> Latents:
-        names = {self.route(int(index), SCHEDULE) for index in step.index}
+        names = {self.expert_at(sigma) for sigma in step.sigma.tolist()}
         (name,) = names  # a micro-batch holds rows of one expert
         return self.parts[name].velocity(latents, step, conditioning, guidance)
 

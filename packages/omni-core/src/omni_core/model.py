@@ -99,10 +99,14 @@ class Denoiser(ABC):
     def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
         """Return the submodules of an expert that are sharded each as a unit (its blocks)."""
 
-    def route(self, step: int, schedule: FlowMatchSchedule) -> str:
-        """Name the expert that serves a step (two-expert models override this)."""
-        del step, schedule
+    def expert_at(self, sigma: float) -> str:
+        """Name the expert that serves a noise level (two-expert models override this)."""
+        del sigma
         return next(iter(self.experts))
+
+    def route(self, step: int, schedule: FlowMatchSchedule) -> str:
+        """Name the expert that serves a step: that of the sigma which it starts from."""
+        return self.expert_at(schedule.values()[step])
 
     def branches(self, guidance: Guidance) -> int:
         """Count the forwards that one velocity takes (embedded guidance: always one)."""

@@ -3,7 +3,9 @@
 Layout: `pytorch_lora_weights.safetensors` for `pipeline.load_lora_weights(directory)`, with PEFT's
 configuration in its metadata (without it diffusers takes alpha = rank), and `peft/` with
 `adapter_config.json` and `adapter_model.safetensors` for PEFT. An engine of several experts writes one
-`peft/EXPERT/` for each. `base.json` says which weights it was trained on, and beside which encoders and codec.
+`peft/EXPERT/` for each, and a folder of its name for each after the first: Wan2.2 takes
+`load_lora_weights(directory / "transformer_2", load_into_transformer_2=True)` beside the first.
+`base.json` says which weights it was trained on, and beside which encoders and codec.
 """
 
 from __future__ import annotations
@@ -76,13 +78,15 @@ def _write_diffusers(
     layers: dict[str, dict[str, Tensor]],
     metadata: dict[str, Any],
 ) -> None:
-    """Let the pipeline's own class write, with its own key prefixes."""
+    """Let the pipeline's own class write, with its own key prefixes; further experts in folders of theirs."""
     pipeline: Any = getattr(diffusers, engine.family.pipeline_classes[0])
-    said: dict[str, Any] = {}
-    for expert, tensors in layers.items():
-        said[f"{expert}_lora_layers"] = tensors
-        said[f"{expert}_lora_adapter_metadata"] = dict(metadata)
-    pipeline.save_lora_weights(directory, weight_name=WEIGHTS, **said)
+    for place, (expert, tensors) in enumerate(layers.items()):
+        pipeline.save_lora_weights(
+            directory / expert if place else directory,
+            weight_name=WEIGHTS,
+            transformer_lora_layers=tensors,
+            transformer_lora_adapter_metadata=dict(metadata),
+        )
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -124,14 +124,14 @@ def cut_forward(
         msg = f"{phase}: every rank needs a row; this one has {trajectory.rows}"
         raise ValueError(msg)
     schedule = trajectory.effective.schedule()
-    routes = [denoiser.route(step, schedule) for step in range(schedule.num_steps)]
     parts: dict[str, list[list[Row]]] = {name: [] for name in denoiser.experts}
-    for expert, cells in _by_expert(_cells(data, needs, schedule), schedule, routes).items():
+    for expert, cells in _by_expert(_cells(data, needs, schedule), denoiser).items():
         parts[expert] = _pack(cells, size)
     counts = common_counts([len(found) for found in parts.values()], group)
     if not any(counts):
         # Nothing counts anywhere: gradients of zero are still gradients.
-        counts = tuple(int(expert == routes[0]) for expert in parts)
+        first = denoiser.route(0, schedule)
+        counts = tuple(int(expert == first) for expert in parts)
     branches = denoiser.branches(guidance_of(needs, data, denoiser))
     sides = [side for value in trajectory.latents.values() for side in value.shape[2:]]
     calls = (Call(e, (size, branches, *sides), n) for e, n in zip(parts, counts, strict=True) if n)
@@ -143,7 +143,7 @@ def cut_forward(
             needs=needs,
             schedule=schedule,
             expert=expert,
-            rows=tuple(found[place]) if place < len(found) else _dummy(expert, schedule, routes),
+            rows=tuple(found[place]) if place < len(found) else _dummy(expert, schedule, denoiser),
             last=place == count - 1,
             dummy=place >= len(found),
         )
@@ -152,8 +152,10 @@ def cut_forward(
     ]
 
 
-def _dummy(expert: str, schedule: FlowMatchSchedule, routes: Sequence[str]) -> tuple[Row, ...]:
-    return (Row(0, 0, 0, schedule.values()[routes.index(expert)], 0),)
+def _dummy(expert: str, schedule: FlowMatchSchedule, denoiser: Denoiser) -> tuple[Row, ...]:
+    # Other ranks may have drawn sigmas of an expert that serves no step of this schedule.
+    sigmas = (*schedule.values()[:-1], *(place / 64 for place in range(64, 0, -1)))
+    return (Row(0, 0, 0, next(s for s in sigmas if denoiser.expert_at(s) == expert), 0),)
 
 
 def _units(data: TrainBatch) -> list[list[int]]:
@@ -194,12 +196,10 @@ def _cells(
             ]
 
 
-def _by_expert(
-    cells: Iterator[list[Row]], schedule: FlowMatchSchedule, routes: Sequence[str]
-) -> dict[str, list[list[Row]]]:
+def _by_expert(cells: Iterator[list[Row]], denoiser: Denoiser) -> dict[str, list[list[Row]]]:
     found: dict[str, list[list[Row]]] = {}
     for cell in cells:
-        experts = {routes[step_of(schedule, row.sigma)] for row in cell}
+        experts = {denoiser.expert_at(row.sigma) for row in cell}
         if len(experts) > 1:
             msg = (
                 f"the rows of a unit are at sigmas of several experts ({', '.join(sorted(experts))}): an "

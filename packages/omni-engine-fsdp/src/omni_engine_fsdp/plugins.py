@@ -61,3 +61,24 @@ sana = Plugin(
     target="omni_engine_fsdp.families.sana:SanaFamily",
     summary="SANA and SANA 1.5",
 )
+
+qwen_image = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.qwen_image:QwenImageFamily",
+    summary="Qwen-Image",
+)
+
+wan = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.wan:WanFamily",
+    summary="Wan text-to-video, of one transformer (2.1) or two experts (2.2)",
+)
+
+ltx2 = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.ltx2:LTX2Family",
+    summary="LTX-2: video with sound",
+)

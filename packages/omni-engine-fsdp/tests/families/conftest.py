@@ -21,7 +21,7 @@ from omni_core.model import Conditioner, Denoiser, Guidance, ModelFamily
 from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
 from omni_core.reverse_step import StepKind
 from omni_core.schedule import FlowMatchSchedule
-from omni_engine_fsdp.families.packing import unpack
+from omni_engine_fsdp.families.packing import pack, unpack
 from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
 from tiny_models import build_tiny
 
@@ -48,6 +48,17 @@ def flattened(value: Tensor, like: Latents) -> Latents:
     return {"image": value.transpose(1, 2).reshape(like["image"].shape)}
 
 
+def plainly(negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    return negative + scale * (positive - negative)
+
+
+def at_norm(negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    """Each patch has the norm that it has without guidance."""
+    combined, like = pack(plainly(negative, positive, scale)), pack(positive)
+    norms = [value.norm(dim=-1, keepdim=True) for value in (like, combined)]
+    return unpack(combined * (norms[0] / norms[1]), positive)
+
+
 @attrs.frozen(kw_only=True)
 class Case:
     """What differs between families when they are compared with stock."""
@@ -68,6 +79,8 @@ class Case:
     """Sigma -> what that module should get."""
     blocks: tuple[str, ...] = ()
     """Class names of the shard units."""
+    combine: Callable[[Tensor, Tensor, float], Tensor] = plainly
+    """Negative and conditional velocity, and the scale -> what guidance makes of them."""
 
 
 SIZE = DiffusionPipelineConfig(height=16, width=32, max_sequence_length=16)
@@ -95,6 +108,16 @@ CASES = (
         batched=False,
         time_module="time_guidance_embed.time_proj",
         blocks=("Flux2TransformerBlock", "Flux2SingleTransformerBlock"),
+    ),
+    Case(
+        name="qwen_image",
+        size=attrs.evolve(SIZE, max_sequence_length=256),
+        from_stock=unpacked,
+        batched=False,
+        time_module="time_text_embed.time_proj",
+        time_input=lambda sigma: sigma,
+        blocks=("QwenImageTransformerBlock",) * 2,
+        combine=at_norm,
     ),
     Case(
         name="z_image",

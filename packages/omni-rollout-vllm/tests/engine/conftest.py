@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -31,21 +29,11 @@ from omni_core.rollout import RolloutState, WeightUpdate  # noqa: E402
 from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine  # noqa: E402
 from omni_rollout_vllm.options import TimeLimits, VllmOmniRolloutConfig  # noqa: E402
 from omni_rollout_vllm.rollout import VllmOmniRollout  # noqa: E402
+from tiny_models.qwen_image import build_tiny_qwen_image  # noqa: E402
 from tiny_models.sd3 import build_tiny_sd3  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
 LIMITS = TimeLimits(start=300.0, batch=200.0, update=200.0, control=200.0)
 RANK, ALPHA = 4, 8.0
-
-
-def _load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
@@ -57,9 +45,7 @@ def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random QwenImagePipeline, float32."""
-    builders = _load(HERE / "tiny_qwen.py", "tests_tiny_qwen")
-    path: Path = builders.build_tiny_qwen(tmp_path_factory.mktemp("models") / "tiny_qwen")
-    return path
+    return build_tiny_qwen_image(tmp_path_factory.mktemp("models") / "tiny_qwen")
 
 
 def sd3_model(path: Path, **changes: Any) -> DiffusionModelConfig:

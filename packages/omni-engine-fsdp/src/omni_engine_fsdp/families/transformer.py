@@ -124,6 +124,15 @@ def float32_inputs(embedding: nn.Module, *values: Tensor) -> Iterator[None]:
     assert not left, f"{len(left)} inputs were not asked for"
 
 
+def own_output(module: nn.Module) -> None:
+    """Let a module whose output is a view return it in memory of its own: FSDP2 hangs its hooks on it."""
+
+    def cloned(_: nn.Module, __: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(value.clone() for value in output)
+
+    module.register_forward_hook(cloned)
+
+
 def check_scale(guidance: Guidance, pipeline: str) -> None:
     """Check a classifier-free scale.
 
