@@ -65,6 +65,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Of the algorithms whose own options do not fit so short a run, or would leave something out."""
 
+PROMPTS = ("sign", "a red sign that reads 42, and below it another sign", "blue", "photo of a sign")
+"""Of several lengths: masked families pad and mask."""
+
 FLOOR = 1e-6
 """Largest |ratio - 1| between the rollout's batches and training micro-batches, in float32."""
 
@@ -101,8 +104,8 @@ class Model:
     def build(cls, family: str, work: Path) -> Model:
         """Write the pipeline and the prompts below *work*."""
         model = cls(family=family, path=build_tiny(family, work / "model"), work=work)
-        rows = [{"prompt": f"sign {number}"} for number in range(4)]
-        model.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
+        model.prompts.write_text("".join(rows))
         return model
 
     @property
