@@ -64,10 +64,14 @@ class Fake(types.SimpleNamespace):
         self.calls.append(("set_rng_state", state.tolist()))
 
 
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
-    """A machine with two accelerators of the first kind: a mock, where there is none to ask."""
-    kind = device.ACCELERATORS[0]
+@pytest.fixture(
+    params=[
+        kind for kind in device.ACCELERATORS if hasattr(getattr(torch, kind, None), "set_device")
+    ]
+)
+def accelerator(request: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
+    """A machine with two accelerators of one kind: a mock, where there is none to ask."""
+    kind = request.param
     fake = Fake()
     monkeypatch.setattr(torch, kind, fake)
     return kind, fake

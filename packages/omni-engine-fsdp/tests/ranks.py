@@ -33,7 +33,7 @@ from omni_core.engine import (
 )
 from omni_core.forward_needs import ForwardNeeds
 from omni_core.forward_process import ForwardLossInputs, denoising_error, velocity_error
-from omni_core.model import Denoiser, Guidance, Step
+from omni_core.model import Denoiser, Guidance, SequencePlan, Step
 from omni_core.options import (
     DiffusionModelConfig,
     DiffusionPipelineConfig,
@@ -82,6 +82,8 @@ SPEC = SamplingSpec(
 class TwoExperts(Denoiser):
     """Two transformers of one pipeline: `high` serves the first step, `low` the others."""
 
+    branches_as_batch = True
+
     def __init__(self, high: SD3Denoiser, low: SD3Denoiser) -> None:
         self.parts = {"high": high, "low": low}
 
@@ -95,6 +97,9 @@ class TwoExperts(Denoiser):
 
     def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
         return self.parts["high"].shard_units(expert)
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan:
+        return self.parts["high"].sequence_plan(expert)
 
     def expert_at(self, sigma: float) -> str:
         return "high" if sigma > SCHEDULE.values()[1] else "low"
@@ -130,14 +135,16 @@ def build(
     kind: type[Any] = PPODiffusersFSDPEngine,
     adapters: tuple[str, ...] = (),
     teachers: Sequence[Path] = (),
+    lora: LoRAConfig | None = LoRAConfig(rank=2, alpha=8.0),  # noqa: B008 -- frozen
     **options: Any,
 ) -> Any:
+    """Build and initialize an engine; *options* are fields of FSDPEngineConfig."""
     engine = kind(
         DiffusionModelConfig(
             path=str(path),
             family=family,
             dtype=dtype,
-            lora=LoRAConfig(rank=2, alpha=8.0),
+            lora=lora,
             pipeline=DiffusionPipelineConfig(height=16, width=16, max_sequence_length=8),
         ),
         FSDPEngineConfig(
@@ -154,8 +161,15 @@ def build(
     return engine
 
 
-def rows(chosen: Sequence[int], windows: Sequence[tuple[int, ...]] = WINDOWS) -> TrainBatch:
-    """Some of three drawn rows; the denominator is that of all three."""
+def rows(
+    chosen: Sequence[int],
+    windows: Sequence[tuple[int, ...]] = WINDOWS,
+    *,
+    sides: tuple[int, int] = (4, 4),
+    text: int = 24,
+    guidance: float = 3.0,
+) -> TrainBatch:
+    """Some of the drawn rows, one for each window; the denominator is that of all of them."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
@@ -163,13 +177,13 @@ def rows(chosen: Sequence[int], windows: Sequence[tuple[int, ...]] = WINDOWS) ->
     generator = torch.Generator().manual_seed(5)
     count = len(windows)
     trajectory = Trajectory(
-        latents={"image": draw(count, 5, 8, 4, 4)},
+        latents={"image": draw(count, 5, 8, *sides)},
         step_indices=torch.tensor(windows),
         log_probs=draw(count, len(windows[0])),
         conditioning=SD3Conditioning(
-            prompt_embeds=draw(count, 24, 32),
+            prompt_embeds=draw(count, text, 32),
             pooled=draw(count, 16),
-            negative_prompt_embeds=draw(count, 24, 32),
+            negative_prompt_embeds=draw(count, text, 32),
             negative_pooled=draw(count, 16),
         ),
         prompt_index=torch.arange(count),
@@ -178,7 +192,7 @@ def rows(chosen: Sequence[int], windows: Sequence[tuple[int, ...]] = WINDOWS) ->
             SampleRecord(group_id=str(row), row_id=str(row), k=0, seed=row, prompt="")
             for row in range(count)
         ),
-        effective=SPEC,
+        effective=attrs.evolve(SPEC, guidance_scale=guidance),
         adapter="default",
         weight_version=0,
         places=tuple(BatchPlace("0/0/0", row, count) for row in range(count)),
@@ -271,6 +285,8 @@ def warm(engine: AccumulatingEngine[Any]) -> None:
 def distributed_like(value: Tensor, like: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
+    if not hasattr(like, "placements"):
+        return value
     return distribute_tensor(value, like.device_mesh, like.placements)
 
 

@@ -19,6 +19,7 @@ NAMES = [
     "RolloutPlacement",
     "SD3Family",
     "ShardBase",
+    "ShardTrained",
     "__version__",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -39,6 +40,7 @@ class StandIn:
         self.model_config = family.config
         self.denoiser = family.load_denoiser(torch.float32)
         self.device = torch.device("cpu")
+        self.mesh = SimpleNamespace(group=None, together=None)
         self.weight_version = 3
         self.entered: list[str] = []
 
@@ -56,9 +58,6 @@ class StandIn:
 
     def get_data_parallel_rank(self) -> int:
         return 0
-
-    def get_data_parallel_group(self) -> None:
-        return None
 
 
 @pytest.fixture(scope="module")

@@ -82,8 +82,30 @@ class Step:
         return self.sigma * 1000.0
 
 
+@attrs.frozen(kw_only=True)
+class SequencePlan:
+    """Where an expert's sequences begin, meet in attention and end, so that ranks can share them.
+
+    A stream (text, image) is a sequence [B, S, D] whose positions meet nowhere but in attention.
+    """
+
+    cut: Mapping[str, str]
+    """Module whose output is a stream -> the stream's name."""
+    join: Mapping[str, str]
+    """Module after which a stream is needed whole again -> the stream's name."""
+    attention: Mapping[str, tuple[str, ...]]
+    """Suffix of the names of attention modules -> the streams that attend to each other there, in the
+    order in which they are concatenated. It goes through torch's scaled_dot_product_attention."""
+    heads: int
+    """Of every attention named above."""
+
+
 class Denoiser(ABC):
     """The trained part: latents in, velocity out."""
+
+    branches_as_batch: bool = False
+    """Whether `velocity` calls its expert once, both guidance branches being halves of the batch: then
+    two ranks can run them (CFG parallelism)."""
 
     @property
     @abstractmethod
@@ -98,6 +120,11 @@ class Denoiser(ABC):
     @abstractmethod
     def shard_units(self, expert: nn.Module) -> Sequence[nn.Module]:
         """Return the submodules of an expert that are sharded each as a unit (its blocks)."""
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan | None:
+        """Say how ranks can share an expert's sequences; None where they cannot."""
+        del expert
+        return None
 
     def expert_at(self, sigma: float) -> str:
         """Name the expert that serves a noise level (two-expert models override this)."""

@@ -22,6 +22,11 @@ not_negative: Any = attrs.validators.ge(0)
 optional_positive: Any = attrs.validators.optional(positive)
 
 
+def divisors(number: int) -> str:
+    """List what divides a number, for messages."""
+    return " or ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 class DType(enum.StrEnum):
     """Number format of weights or of computation."""
 
@@ -122,6 +127,19 @@ class EngineConfig:
     """Of everything the engine draws: the start of the LoRA weights."""
     device: str = "auto"
     """Device type that it runs on (a trainer fills in its own)."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold the same rows and compute one forward together; they divide all ranks."""
+        return 1
+
+    def rank_mistakes(self, ranks: int) -> Mapping[str, str]:
+        """Check against the number of ranks: option -> what is wrong, with values that fit."""
+        together = self.model_parallel_size
+        if ranks % together == 0:
+            return {}
+        text = f"{ranks} ranks do not divide into groups of {together} that hold the same rows"
+        return {"model_parallel_size": f"{text}; groups of {divisors(ranks)} would"}
 
     @property
     def trains_sampling_graph(self) -> bool:

@@ -21,6 +21,7 @@ _HOMES = {
         "FSDPEngineConfig",
         "RolloutPlacement",
         "ShardBase",
+        "ShardTrained",
     ),
     "omni_engine_fsdp.ppo": ("PPODiffusersFSDPEngine",),
     "omni_engine_fsdp.rollout": ("EngineRollout",),

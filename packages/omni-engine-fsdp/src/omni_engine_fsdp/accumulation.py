@@ -20,7 +20,7 @@ from omni_core.engine import BatchOutput, LossFunction, LossTerms, TrainBatch
 from omni_core.metrics import Moments
 from omni_core.reverse_step import Latents
 from omni_core.trajectory import Trajectory
-from omni_engine_fsdp import sharding
+from omni_engine_fsdp import call_plan, sharding
 from omni_engine_fsdp.engine import DiffusersFSDPEngine
 from omni_engine_fsdp.replay import replay
 
@@ -79,6 +79,7 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
 
         Raises:
             ValueError: no loss to train with.
+            CallPlanError: ranks that compute one forward together were given different rows.
             RuntimeError: an earlier call failed after its first backward.
         """
         loss = loss_function or self.loss_function
@@ -91,7 +92,11 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
                 "gradients: load a checkpoint into a new engine"
             )
             raise RuntimeError(msg)
-        return TrainBatch.of(data), loss
+        batch = TrainBatch.of(data)
+        told = zip(batch.trajectory.records, batch.advantages.tolist(), strict=True)
+        rows = ((record.group_id, record.k, advantage) for record, advantage in told)
+        call_plan.agree_on_rows(rows, self.mesh.together, phase="a batch")
+        return batch, loss
 
     def _accumulate(
         self, micro_batches: Iterable[M], loss: LossFunction | None, *, forward_only: bool
@@ -106,6 +111,8 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
                 self._backward(forward)
             if not micro_batch.dummy:
                 yield micro_batch, attrs.evolve(forward, share=None)
+        if not forward_only:
+            sharding.average_gradients(self.replicated(), self.mesh.group)
         self._half_way = False
 
     @contextmanager
@@ -124,11 +131,12 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
     ) -> Tensor:
         """A micro-batch's share of the objective: terms and weights [M], counts bool [M].
 
-        FSDP averages gradients over ranks, and the denominator is already that of all of them.
+        Gradients are averaged over all ranks, and the denominator is already that of all of them. Ranks
+        that hold the same rows have a part of each row's gradient.
         """
         # Not a product with 0: a row that counts for nothing may be anything, also not finite.
         weighed = torch.where(counts, weights * terms.terms, 0.0)
-        return weighed.sum() * (self.get_data_parallel_size() / denominator)
+        return weighed.sum() * (self.mesh.size / denominator)
 
     def replay(self, trajectory: Trajectory) -> Tensor:
         """Score a rollout's own steps again in its own batches; see `replay.replay`."""
@@ -137,7 +145,7 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
                 trajectory,
                 self.denoiser,
                 device=self.device,
-                group=self.get_data_parallel_group(),
+                group=self.mesh.group,
                 with_graph=self.engine_config.compile and self.graphs is not None,
             )
 

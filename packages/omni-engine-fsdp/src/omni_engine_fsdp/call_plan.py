@@ -5,14 +5,14 @@ the numbers are wrong. So each rank states what it is about to call, a hash of t
 difference ends the phase on every rank with all plans in the message. A short rank fills up to the
 common count with dummy rows of weight 0.
 
-`group` is `BaseEngine.get_data_parallel_group()`: None means one rank, which costs nothing.
+`group` holds all ranks of the engine (`RankMesh.group`): None means one, which costs nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -62,6 +62,25 @@ def agree(plan: CallPlan, group: Any | None) -> None:
         CallPlanError: they differ, on every rank, with every rank's plan.
     """
     _exchange(plan.describe(), b"", group)
+
+
+def agree_on_rows(rows: Iterable[object], group: Any | None, *, phase: str) -> None:
+    """Check that the ranks of *group*, which compute one forward together, hold the same rows. A collective.
+
+    Args:
+        rows: What tells them apart; equal things are written alike.
+        group: `RankMesh.together`.
+        phase: For the message.
+
+    Raises:
+        CallPlanError: they do not.
+    """
+    if group_size(group) == 1:
+        return
+    said = [str(row) for row in rows]
+    digest = hashlib.blake2b("\n".join(said).encode(), digest_size=7).hexdigest()
+    first = f", the first {said[0]}" if said else ""
+    _exchange(f"{phase}: {len(said)} rows of digest {digest}{first}", b"", group)
 
 
 def common_counts(

@@ -111,7 +111,7 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
     engine.prepare_weights()
     directory.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    ranks = engine.get_data_parallel_size()
+    ranks = engine.mesh.size
     try:
         with _alone():
             write_tensors(_tensors(engine), storage_writer=writer, no_dist=ranks == 1)
@@ -170,8 +170,8 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
             group.update(saved, **engine.group_options())
     engine.weight_version = state["weight_version"]
     engine.nonfinite_steps = state["nonfinite_steps"]
-    if state["world_size"] == engine.get_data_parallel_size():
-        own = state["generators"][engine.get_data_parallel_rank()]
+    if state["world_size"] == engine.mesh.size:
+        own = state["generators"][engine.mesh.rank]
         devices.set_rng_state({name: _decoded(text) for name, text in own.items()})
 
 
@@ -241,11 +241,11 @@ def _alone() -> Iterator[None]:
 def _gather_generators(engine: DiffusersFSDPEngine) -> list[dict[str, str]]:
     """Generator states of every rank, base64; gathered as tensors."""
     own = devices.rng_state(engine.device)
-    gathered: list[dict[str, str]] = [{} for _ in range(engine.get_data_parallel_size())]
+    gathered: list[dict[str, str]] = [{} for _ in range(engine.mesh.size)]
     for name, state in own.items():
         parts = [torch.empty_like(state) for _ in gathered]
         if len(gathered) > 1:
-            dist.all_gather(parts, state, group=engine.get_data_parallel_group())
+            dist.all_gather(parts, state, group=engine.mesh.group)
         else:
             parts = [state]
         for rank, part in enumerate(parts):

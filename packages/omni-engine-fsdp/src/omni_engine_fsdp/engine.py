@@ -18,7 +18,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW
 
@@ -34,12 +33,15 @@ from omni_core.options import (
 )
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import checkpoint, compilation, export, lora, precision, sharding, teachers
+from omni_engine_fsdp.branch_parallel import BranchParallelDenoiser
 from omni_engine_fsdp.frozen_parts import frozen_parts
 from omni_engine_fsdp.kept_graphs import KeptGraphs
 from omni_engine_fsdp.lora import DEFAULT, LoRAAdapterMixin
 from omni_engine_fsdp.model_index import find_family
 from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients
-from omni_engine_fsdp.options import FSDPEngineConfig
+from omni_engine_fsdp.options import FSDPEngineConfig, ShardTrained
+from omni_engine_fsdp.rank_mesh import CFG, DP, ULYSSES, RankMesh
+from omni_engine_fsdp.sequence_parallel import split_sequences
 
 log = structlog.get_logger()
 
@@ -52,7 +54,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     denoiser: Denoiser
     """Over the sharded, adapted modules."""
     device: torch.device
-    mesh: DeviceMesh
+    mesh: RankMesh
     parameters: Mapping[str, Mapping[str, nn.Parameter]]
     units: Mapping[str, Sequence[FSDPModule]]
     """Expert -> its FSDP units, the root first."""
@@ -140,7 +142,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         config = self.model_config
         self.device = devices.resolve(self.engine_config.device, local_rank=sharding.local_rank())
         sharding.ensure_process_group(self.device)
-        self.mesh = sharding.data_parallel_mesh(self.device)
+        self.mesh = RankMesh.of(self.engine_config, self.device)
         self.family = find_family(config)
         frozen = config.lora is not None
         stored = precision.compute_dtype if frozen else precision.master_dtype
@@ -157,6 +159,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             self._checkpoint_activations(name, expert)
         self._compile()
         self._shard()
+        self._parallelize()
         self.parameters = {name: dict(e.named_parameters()) for name, e in experts.items()}
         self.units = {name: sharding.units_of(expert) for name, expert in experts.items()}
         self.layers = tuple(
@@ -169,7 +172,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             teachers.check_parts(teacher, frozen_parts(config.path, tuple(experts)))
         self.teachers = {teacher.name: teacher.digest() for teacher in read}
         if self.engine_config.keep_graph:
-            self.graphs = KeptGraphs(self.device, self.get_data_parallel_group())
+            self.graphs = KeptGraphs(self.device, self.mesh.group)
         if self.optimizer_config is not None:
             self.optimizer = build_optimizer(list(self.trained().values()), self.optimizer_config)
         self._log_made()
@@ -231,20 +234,53 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         config, experts = self.engine_config, self.denoiser.experts.values()
         frozen = sharding.nbytes(p for e in experts for p in e.parameters() if not p.requires_grad)
         replicate = self.model_config.lora is not None and sharding.replicates_base(
-            config, frozen, device=self.device, ranks=self.mesh.size()
+            config, frozen, device=self.device, ranks=self.mesh.size
         )
         free = config.reshard_after_forward
         if free is None:
-            free = not replicate and self.mesh.size() > 1
+            free = not replicate and self.mesh.size > 1
         for expert in experts:
             sharding.shard(
                 expert.to(self.device),
                 self.denoiser.shard_units(expert),
-                mesh=self.mesh,
+                mesh=self.mesh.weights,
                 policy=precision.mixed_precision(self.model_config.dtype),
-                whole=lora.base_of(expert) if replicate else (),
+                whole=[*(lora.base_of(expert) if replicate else ()), *self._whole_trained(expert)],
                 reshard_after_forward=free,
             )
+
+    def _parallelize(self) -> None:
+        """Let ranks compute one forward together, where the options say so."""
+        sequence, branches = self.mesh.axis_group(ULYSSES), self.mesh.axis_group(CFG)
+        if sequence is not None:
+            for name, expert in self.denoiser.experts.items():
+                plan = self.denoiser.sequence_plan(expert)
+                if plan is None:
+                    denoiser = type(self.denoiser).__name__
+                    msg = f"engine.ulysses: {denoiser} says no plan to share sequences; take 1"
+                    raise ValueError(msg)
+                split_sequences(expert, plan, sequence, name=name)
+        if branches is not None:
+            self.denoiser = BranchParallelDenoiser(self.denoiser, branches)
+
+    def _whole_trained(self, expert: nn.Module) -> list[nn.Parameter]:
+        """Trained weights that every rank keeps whole, and what lies like them: the other adapters.
+
+        Raises:
+            ValueError: nobody would cast them for computation.
+        """
+        model = self.model_config
+        if ShardTrained(self.engine_config.shard_trained) is ShardTrained.SHARD:
+            return []
+        if model.lora is not None:
+            return lora.adapters_of(expert)
+        if precision.compute_dtype(model.dtype) != precision.master_dtype(model.dtype):
+            msg = (
+                f"engine.shard_trained: replicate keeps {model.dtype.value} models' weights in float32, "
+                "which FSDP alone casts for computation; take shard with engine.replicate, or a LoRA"
+            )
+            raise ValueError(msg)
+        return list(expert.parameters())
 
     def _log_made(self) -> None:
         trained = self.trained()
@@ -254,7 +290,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             experts=list(self.denoiser.experts),
             trained=sum(p.numel() for p in trained.values()),
             device=str(self.device),
-            ranks=self.mesh.size(),
+            ranks=self.mesh.size,
         )
 
     @property
@@ -273,6 +309,10 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
             for name, parameter in parameters.items()
             if parameter.requires_grad
         }
+
+    def replicated(self) -> list[nn.Parameter]:
+        """Return the trained parameters that every rank keeps whole."""
+        return [p for p in self.trained().values() if not sharding.is_sharded(p)]
 
     # -- a rollout of its own weights ---------------------------------------------------------------
 
@@ -385,20 +425,20 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
     # -- parallelism ------------------------------------------------------------------------------
 
     def get_data_parallel_rank(self) -> int:
-        """Place among those that hold different rows: all ranks do."""
-        return int(self.mesh.get_local_rank())
+        """Place among those that hold different rows."""
+        return self.mesh.axis(DP)[0]
 
     def get_data_parallel_size(self) -> int:
-        """Number of ranks."""
-        return int(self.mesh.size())
+        """Ranks, divided by those that hold the same rows (`engine.ulysses`, `engine.cfg_parallel`)."""
+        return self.mesh.axis(DP)[1]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Group of all ranks; None for one."""
-        return self.mesh.get_group() if self.mesh.size() > 1 else None
+        """Group of those that hold different rows; None for one."""
+        return self.mesh.axis_group(DP)
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Every rank's outputs count: there is no model parallelism."""
-        return True
+        """Whether it is the first of those that hold the same rows; all of them have the outputs."""
+        return self.mesh.first_of_rows
 
     # -- weights ----------------------------------------------------------------------------------
 

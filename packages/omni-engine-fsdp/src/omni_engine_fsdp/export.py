@@ -56,7 +56,7 @@ def write_adapter(engine: DiffusersFSDPEngine, directory: Path, adapter: str = D
         expert, _, rest = name.partition(".")
         layers[expert][rest] = tensor.float().cpu().contiguous()
     base: dict[str, Any] = {"hash": engine.base_hash, "dtype": engine.model_config.dtype.value}
-    if engine.get_data_parallel_rank() == 0:
+    if engine.mesh.rank == 0:
         parts = frozen_parts(engine.model_config.path, tuple(engine.denoiser.experts))
         base["parts"] = {part: attrs.asdict(found) for part, found in parts.items()}
         directory.mkdir(parents=True, exist_ok=True)

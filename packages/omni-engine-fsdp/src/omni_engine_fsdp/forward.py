@@ -94,7 +94,7 @@ class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
             needs,
             size=self.engine_config.micro_batch_size,
             phase="predict" if forward_only else "train",
-            group=self.get_data_parallel_group(),
+            group=self.mesh.group,
         )
         done = self._accumulate(micro_batches, loss, forward_only=forward_only)
         return BatchOutput(metrics=moments([forward for _, forward in done]))

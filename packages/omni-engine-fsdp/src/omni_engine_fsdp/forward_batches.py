@@ -113,7 +113,7 @@ def cut_forward(
         needs: What is drawn.
         size: M, at most.
         phase: For the message if ranks differ.
-        group: `BaseEngine.get_data_parallel_group()`.
+        group: All ranks (`RankMesh.group`).
 
     Raises:
         ValueError: a rank has no row (on every rank), or a unit does not fit into a micro-batch.

@@ -134,7 +134,7 @@ def cut_kept(
         data: This rank's rows, at least one, all of them sampled here since `KeptGraphs.begin`.
         kept: In the order of sampling, the same on every rank.
         phase: For the message if ranks differ.
-        group: `BaseEngine.get_data_parallel_group()`.
+        group: All ranks (`RankMesh.group`).
 
     Raises:
         ValueError: a rank has no row, or a pair of a row has no graph; on every rank.

@@ -148,6 +148,11 @@ def base_of(expert: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in expert.named_parameters() if lora_name(name) is None]
 
 
+def adapters_of(expert: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of every adapter of an expert."""
+    return [p for name, p in expert.named_parameters() if lora_name(name) is not None]
+
+
 @contextmanager
 def switched(layers: Sequence[LoraLayer], switch: Callable[[LoraLayer], None]) -> Iterator[None]:
     """Hold PEFT's switches in another position, every requires_grad left as it is."""

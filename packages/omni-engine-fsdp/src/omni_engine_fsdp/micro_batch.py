@@ -68,7 +68,7 @@ def cut(
         size: M, at most.
         all_rows: Also the rows of weight 0 (to predict); training leaves them out.
         phase: For the message if ranks differ.
-        group: `BaseEngine.get_data_parallel_group()`.
+        group: All ranks (`RankMesh.group`).
         teachers: How many the loss looks at; more than one have micro-batches of their own.
 
     Raises:

@@ -12,6 +12,7 @@ from omni_core.options import (
     DiffusionActorConfig,
     DiffusionRolloutConfig,
     EngineConfig,
+    divisors,
     positive,
 )
 
@@ -25,6 +26,15 @@ class ShardBase(enum.StrEnum):
     """Each rank keeps its part and gathers a block when it runs."""
     REPLICATE = "replicate"
     """Whole on every rank: nothing is gathered but the adapter."""
+
+
+class ShardTrained(enum.StrEnum):
+    """Where trained weights, their gradients and the optimizer's moments lie."""
+
+    SHARD = "shard"
+    """Each rank keeps its part; a block's are gathered when it runs."""
+    REPLICATE = "replicate"
+    """Whole on every rank: nothing is gathered, and an update has one all-reduce of all gradients."""
 
 
 class RolloutPlacement(enum.StrEnum):
@@ -41,7 +51,17 @@ class FSDPEngineConfig(EngineConfig):
     """Engines on PyTorch FSDP2 (`fully_shard`)."""
 
     shard_base: ShardBase = ShardBase.AUTO
-    """Of the frozen weights; trained weights are always sharded over the data-parallel ranks."""
+    """Of the frozen weights."""
+    shard_trained: ShardTrained = ShardTrained.SHARD
+    """Of the trained weights and every named adapter. `replicate` is the fastest for a LoRA whose base is
+    replicated too."""
+    replicate: int = attrs.field(default=1, validator=positive)
+    """Copies of what is sharded (HSDP): so many groups of ranks hold one each. Divides the ranks."""
+    ulysses: int = attrs.field(default=1, validator=positive)
+    """Ranks that share each row's sequence in one forward (arXiv 2309.14509). Divides the ranks and the
+    attention heads; lengths are padded to it."""
+    cfg_parallel: int = attrs.field(default=1, validator=attrs.validators.in_((1, 2)))
+    """2: the branches of classifier-free guidance run on two ranks, in sampling and in training."""
     base_memory_share: float = attrs.field(
         default=0.3, validator=[positive, attrs.validators.le(1)]
     )
@@ -90,6 +110,26 @@ class FSDPEngineConfig(EngineConfig):
         if len(getattr(algorithm, "teachers", ())) > 1:
             return "a sampling batch holds rows of several teachers"
         return None
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold the same rows: those of one sequence and of both guidance branches."""
+        return self.ulysses * self.cfg_parallel
+
+    def rank_mistakes(self, ranks: int) -> Mapping[str, str]:
+        """Check the number of ranks against `ulysses`, `cfg_parallel` and `replicate`."""
+        together = super().rank_mistakes(ranks).values()
+        name = "ulysses" if self.ulysses > 1 else "cfg_parallel"
+        found = dict.fromkeys([name] * len(together), "".join(together))
+        if ranks % self.replicate:
+            found["replicate"] = (
+                f"{ranks} ranks do not divide into {self.replicate} copies; {divisors(ranks)} would"
+            )
+        if self.compile and self.ulysses > 1:
+            found["ulysses"] = (
+                "compiled blocks do not exchange positions between ranks; take compile=false, or 1"
+            )
+        return found
 
 
 @attrs.frozen(kw_only=True)

@@ -65,7 +65,7 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
         phase = ("predict" if forward_only else "train") + more
         teachers = len(self._checked_teachers(batch)) if asked["teacher"] else 1
         kept = [] if forward_only else self._kept_forwards(batch, teachers=teachers)
-        group = self.get_data_parallel_group()
+        group = self.mesh.group
         if kept:
             micro_batches = cut_kept(batch, kept, phase=f"{phase} on kept graphs", group=group)
         else:

@@ -86,7 +86,7 @@ def replay(
         trajectory: At least one row, whole batches.
         denoiser: In evaluation mode, with the adapter that sampled.
         device: Where it computes.
-        group: `BaseEngine.get_data_parallel_group()`.
+        group: All ranks (`RankMesh.group`).
         with_graph: Predict with gradients on, as the rollout did: a compiled denoiser is another
             function then.
 

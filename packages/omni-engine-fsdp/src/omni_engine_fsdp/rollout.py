@@ -283,7 +283,7 @@ class EngineRollout(BaseRollout):
 
     @property
     def _group(self) -> Any | None:
-        return self.engine.get_data_parallel_group()
+        return self.engine.mesh.group
 
     def _job(self, handle: RolloutHandle) -> _Job:
         if handle.id not in self._jobs:
@@ -293,6 +293,8 @@ class EngineRollout(BaseRollout):
     def _plan(self, job: _Job) -> deque[Batch]:
         """Deal rows into batches, agree on them with the other ranks, and encode every prompt once."""
         group = self._group
+        rows = ((s.group_id, s.k, s.seed) for r in job.requests for s in r.samples)
+        call_plan.agree_on_rows(rows, self.engine.mesh.together, phase="sample")
         queue = deque(batches.deal(job.requests, batch_size=self.options.batch_size, group=group))
         if group is not None:
             calls = [call for batch in queue for call in self._calls(batch)]

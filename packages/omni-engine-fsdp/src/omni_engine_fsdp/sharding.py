@@ -1,7 +1,8 @@
-"""`fully_shard` at every world size, one included, over one data-parallel mesh axis `dp`.
+"""`fully_shard` at every world size, one included, over the axes of `RankMesh.weights`.
 
 With a frozen base that is replicated, FSDP manages (gathers, reduces) the adapter alone: the base
-stays a plain tensor on every rank, and nothing of it is ever copied.
+stays a plain tensor on every rank, and nothing of it is ever copied. Trained weights that are
+replicated are plain tensors too; their gradients are reduced here, all at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -48,11 +49,6 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(collective_backend(device), store=store, rank=0, world_size=1)
 
 
-def data_parallel_mesh(device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks, with the one axis `dp`."""
-    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-
-
 def nbytes(parameters: Iterable[Tensor]) -> int:
     """Bytes of some tensors."""
     return sum(p.numel() * p.element_size() for p in parameters)
@@ -77,16 +73,19 @@ def shard(
     whole: Collection[nn.Parameter],
     reshard_after_forward: bool,
 ) -> None:
-    """Shard an expert in place: each unit, then what is left in the root.
+    """Shard an expert in place: each unit, then what is left in the root; nothing if all is whole.
 
     Args:
         expert: On the mesh's device; what is frozen now stays frozen.
         units: Its blocks.
-        mesh: One axis.
+        mesh: Of all ranks: one axis, or copies x parts.
         policy: See `precision.mixed_precision`.
-        whole: Frozen parameters that are left alone: every rank keeps all of each.
+        whole: Parameters that are left alone: every rank keeps all of each.
         reshard_after_forward: Free gathered parameters after the forward of each of the units.
     """
+    kept = set(whole)
+    if kept.issuperset(expert.parameters()):
+        return
     for module in (*units, expert):
         module.register_forward_hook(_owned_outputs)
         fully_shard(
@@ -95,7 +94,7 @@ def shard(
             mp_policy=policy,
             # Backward starts at the root: what it frees would be gathered again at once.
             reshard_after_forward=reshard_after_forward and module is not expert,
-            ignored_params=set(whole) or None,
+            ignored_params=kept or None,
         )
 
 
@@ -120,10 +119,38 @@ def sync_gradients(units: Sequence[FSDPModule], last: bool) -> None:
         unit.set_reshard_after_backward(last, recurse=False)
 
 
+def average_gradients(parameters: Sequence[nn.Parameter], group: Any | None) -> None:
+    """Average the gradients of parameters that every rank keeps whole: one all-reduce for all of them.
+
+    A rank that has no gradient of a parameter counts as zero; where no rank has one, there is none.
+
+    Args:
+        parameters: Plain tensors of one format, the same on every rank.
+        group: All ranks; None for one.
+    """
+    if group is None or not parameters:
+        return
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    present = torch.tensor([float(p.grad is not None) for p in parameters]).to(parts[0])
+    flat = torch.cat([*(part.flatten() for part in parts), present])
+    dist.all_reduce(flat, group=group)
+    found = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
+    anywhere = (found[-1] > 0).tolist()
+    for parameter, gradient, there in zip(parameters, found[:-1], anywhere, strict=True):
+        # A copy of its own: a view would keep all gradients alive as long as one of them.
+        average = gradient.view_as(parameter) / dist.get_world_size(group)
+        parameter.grad = average if there else None
+
+
 def reshard(units: Sequence[FSDPModule]) -> None:
     """Free gathered parameters: what is registered on the modules are then the sharded ones."""
     for unit in units:
         unit.reshard()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds a part of it, or FSDP manages it."""
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_core.families.sd3 import SD3Conditioning
-from omni_core.model import Guidance, Step, TextLayout
+from omni_core.model import Guidance, SequencePlan, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
@@ -45,6 +45,16 @@ class SD3Denoiser(TransformerDenoiser):
     """
 
     targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan:
+        """Image and text meet in every block's attention; SD3.5's second one is the image's alone."""
+        config: Any = expert.config
+        return SequencePlan(
+            cut={"pos_embed": IMAGE, "context_embedder": "text"},
+            join={"proj_out": IMAGE},
+            attention={"attn": (IMAGE, "text"), "attn2": (IMAGE,)},
+            heads=config.num_attention_heads,
+        )
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
