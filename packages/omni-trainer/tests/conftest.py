@@ -46,16 +46,26 @@ def toys():
     structlog.contextvars.clear_contextvars()
 
 
+@pytest.fixture(scope="session")
+def write_toy_run():
+    """Write a whole run into a folder: a YAML file, 7 training prompts, 3 held-out ones."""
+
+    def write(folder: Path) -> str:
+        train, heldout = folder / "train.txt", folder / "heldout.txt"
+        train.write_text("".join(f"a bright sign number {i}\n" for i in range(7)))
+        heldout.write_text("".join(f"a dark wall number {i}\n" for i in range(3)))
+        values = {**RUN, "data": {**RUN["data"], "train": str(train), "heldout": str(heldout)}}
+        path = folder / "toy.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return str(path)
+
+    return write
+
+
 @pytest.fixture
-def toy_source(tmp_path, toys):
-    """Path of a YAML file that is a whole run: 7 training prompts, 3 held-out ones."""
-    train, heldout = tmp_path / "train.txt", tmp_path / "heldout.txt"
-    train.write_text("".join(f"a bright sign number {i}\n" for i in range(7)))
-    heldout.write_text("".join(f"a dark wall number {i}\n" for i in range(3)))
-    values = {**RUN, "data": {**RUN["data"], "train": str(train), "heldout": str(heldout)}}
-    path = tmp_path / "toy.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
+def toy_source(tmp_path, toys, write_toy_run):
+    """Path of a YAML file that is a whole run."""
+    return write_toy_run(tmp_path)
 
 
 @pytest.fixture

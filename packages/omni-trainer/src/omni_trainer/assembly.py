@@ -18,12 +18,14 @@ from omni_trainer.config import Backend, RunConfig, engine_name
 from omni_trainer.data import PromptFileError, PromptRow, PromptSampler, load_prompts
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import LocalGroup, WorkerGroup
+from omni_trainer.launched import launched_ranks
 from omni_trainer.loop import Trainer
 from omni_trainer.observer import Observer, make_trackers, positions_of
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.reward_pool import LocalRewardPool, NoRewards, RewardPool
 from omni_trainer.rewards.build import build_reward
 from omni_trainer.rollout_plan import sampling_spec
+from omni_trainer.row_group import by_rows
 from omni_trainer.run_directory import RANKS, RunDirectory, write_json
 from omni_trainer.run_workers import RunWorkers
 from omni_trainer.workers.actor_rollout_ref import (
@@ -73,7 +75,7 @@ def workers(config: RunConfig) -> Iterator[tuple[WorkerGroup, RewardPool, list[R
             reached = None if rollout is None else rollout.result()
             facts: list[RankFacts] = group.broadcast("init_model", reached)
             scorers.result()
-        yield group, pool, facts
+        yield by_rows(group, facts), pool, facts
 
 
 @contextmanager
@@ -231,6 +233,8 @@ def make_workers(config: RunConfig) -> RunWorkers:
         from omni_trainer.rpc import ray_workers
 
         return ray_workers(config, worker_config(config))
+    if launched_ranks() > 1:
+        return _launched_workers(config)
     place = Place(threads=config.trainer.threads)
     group = LocalGroup(lambda: ActorRolloutRefWorker(worker_config(config), place=place))
     if config.reward is None:
@@ -244,11 +248,27 @@ def make_workers(config: RunConfig) -> RunWorkers:
     return RunWorkers(session=nullcontext(), group=group, pool=pool)
 
 
+def _launched_workers(config: RunConfig) -> RunWorkers:
+    """Describe ranks and scorers in the processes of a launcher."""
+    from omni_trainer.launched.group import LaunchedGroup, LaunchedRewardPool
+
+    reward = config.reward
+    group = LaunchedGroup(
+        ActorRolloutRefWorker,
+        worker_config(config),
+        device=config.trainer.device,
+        threads=config.trainer.threads,
+        reward=None if reward is None else (reward.name, reward.options),
+    )
+    pool: RewardPool = NoRewards() if reward is None else LaunchedRewardPool(group)
+    return RunWorkers(session=nullcontext(), group=group, pool=pool)
+
+
 @contextmanager
 def loaded(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[WorkerGroup, RewardPool]]:
     """Start the workers of a run with the weights of a checkpoint."""
     with workers(config) as (group, pool, _):
         saved = checkpoint.state()["workers"]
-        states = saved if len(saved) == group.size else [saved[0]] * group.size
-        group.scatter("load_checkpoint", [(checkpoint.directory, own) for own in states])
+        states = saved if len(saved) == group.ranks else [saved[0]] * group.ranks
+        group.each("load_checkpoint", [(checkpoint.directory, own) for own in states])
         yield group, pool

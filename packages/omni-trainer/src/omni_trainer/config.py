@@ -19,6 +19,7 @@ from omni_core.config import ConfigError, Resolved
 from omni_core.recipe import Recipe
 from omni_trainer.config_hints import CHOICES, known_paths, with_hint
 from omni_trainer.config_rules import broken_rules, engine_name
+from omni_trainer.launched import launched_ranks
 from omni_trainer.run_config import (
     Backend,
     DataConfig,
@@ -82,6 +83,7 @@ def load_run(source: str, overrides: Sequence[str] = ()) -> LoadedRun:
     layers = [
         DEFAULTS,
         _read(source),
+        *_of_the_launcher(),
         core.parse_overrides([text.removeprefix("+") for text in overrides]),
     ]
     resolved = core.merge(layers, choices=CHOICES)
@@ -102,6 +104,13 @@ def recipe_of(source: str) -> Recipe | None:
         return None
     plugin = plugins.registry(plugins.RECIPES).get(source)
     return cast(Recipe, plugin.build(plugin.options()))
+
+
+def _of_the_launcher() -> list[core.Layer]:
+    """One rank in each process that a launcher such as torchrun started."""
+    ranks = launched_ranks()
+    values = {"trainer": {"backend": Backend.LOCAL.value, "ranks": ranks}}
+    return [core.Layer(source="launcher", values=values)] if ranks > 1 else []
 
 
 def _read(source: str) -> core.Layer:

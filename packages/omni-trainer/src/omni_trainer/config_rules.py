@@ -20,6 +20,7 @@ from omni_core.options import (
     RunFacts,
     WeightTransport,
 )
+from omni_trainer.launched import launched_ranks
 from omni_trainer.run_config import Backend, DataConfig, EvaluationConfig, TrainerConfig
 
 _LONG = 20
@@ -37,13 +38,15 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
             algorithm.options, rollout.options, data, sections["model"], sections["engine"]
         )
         if trainer is not None:
-            yield from _divisibility(algorithm.options, rollout.options, data, trainer)
+            together = _together(sections["engine"])
+            yield from _divisibility(algorithm.options, rollout.options, data, trainer, together)
     if algorithm is not None:
         if algorithm.options.needs_reward and raw.get("reward") is None:
             yield "reward", f"algorithm {algorithm.name!r} needs one: reward.name=..."
         yield from _engine_rules(algorithm.options, sections["engine"], rollout)
     if trainer is not None:
         yield from _trainer_rules(trainer)
+        yield from _rank_rules(sections["engine"], trainer)
     if rollout is not None and trainer is not None:
         yield from _server_rules(rollout, trainer)
     if sections["optimizer"] is not None and algorithm is not None and trainer is not None:
@@ -87,25 +90,45 @@ def _algorithm_rules(
         yield f"algorithm.{path}", text
 
 
+def _together(engine: PluginChoice | None) -> int:
+    """Ranks that hold the same rows."""
+    return int(getattr(engine and engine.options, "model_parallel_size", 1))
+
+
+def _rank_rules(engine: PluginChoice | None, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    if engine is not None and isinstance(engine.options, EngineConfig):
+        for name, text in engine.options.rank_mistakes(trainer.ranks).items():
+            yield f"engine.{name}", text
+
+
 def _divisibility(
     options: AlgorithmConfig,
     rollout: DiffusionRolloutConfig,
     data: DataConfig,
     trainer: TrainerConfig,
+    together: int,
 ) -> Iterator[tuple[str, str]]:
     prompts, samples = data.prompts_per_step, rollout.samples_per_prompt
-    parts = trainer.ranks * options.updates_per_rollout
+    if trainer.ranks % together:
+        return  # told already, and nothing fits
+    places = trainer.ranks // together
+    parts = places * options.updates_per_rollout
     if (prompts * samples) % parts == 0:
         return
     near = [n for n in range(1, prompts + parts + 1) if (n * samples) % parts == 0]
     below, above = [n for n in near if n < prompts], [n for n in near if n > prompts]
     fits = " or ".join(str(n) for n in (*below[-1:], *above[:1]))
-    ranks = [n for n in range(1, prompts * samples + 1) if _fits(prompts * samples, n, options)]
+    ranks = [
+        n * together
+        for n in range(1, prompts * samples + 1)
+        if _fits(prompts * samples, n, options)
+    ]
     some = ", ".join(str(n) for n in ranks[:_LONG]) + (", ..." if len(ranks) > _LONG else "")
+    shared = f" (of which {together} hold the same rows)" if together > 1 else ""
     yield (
         "data.prompts_per_step",
         f"{prompts} prompts x rollout.samples_per_prompt {samples} = {prompts * samples} rows do not "
-        f"divide evenly into trainer.ranks {trainer.ranks} x algorithm.updates_per_rollout "
+        f"divide evenly into trainer.ranks {trainer.ranks}{shared} x algorithm.updates_per_rollout "
         f"{options.updates_per_rollout} = {parts} parts; prompts_per_step {fits} would, and so would "
         f"trainer.ranks {some or 'with another updates_per_rollout'}",
     )
@@ -141,10 +164,13 @@ def engine_name(options: AlgorithmConfig, engine: PluginChoice) -> str:
 
 
 def _trainer_rules(trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
-    if trainer.backend is Backend.LOCAL and trainer.ranks != 1:
+    here = launched_ranks()
+    if trainer.backend is Backend.LOCAL and trainer.ranks != here:
+        n = trainer.ranks
         yield (
             "trainer.ranks",
-            f"{trainer.ranks} ranks need trainer.backend=ray; backend local has 1",
+            f"{n} ranks need trainer.backend=ray; backend local has {here}, and {n} if it is started by "
+            f"torchrun --nproc-per-node {n} -m omni_trainer train ...",
         )
     names = [tracker.name for tracker in trainer.trackers]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -96,6 +96,15 @@ class WorkerGroup(ABC):
     ) -> list[Any]:
         """Call *method* on each rank with its own arguments, and then what its own *refs* refer to."""
 
+    @property
+    def ranks(self) -> int:
+        """Every rank; more than `size` where some hold the same rows (`row_group`)."""
+        return self.size
+
+    def each(self, method: str, args: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call *method* on every one of `ranks` with its own arguments."""
+        return self.scatter(method, args)
+
     @abstractmethod
     def call(self, rank: int, method: str, *args: Any, refs: Sequence[Ref] = ()) -> Any:
         """Call *method* on one rank: not for collectives."""

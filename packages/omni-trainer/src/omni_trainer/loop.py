@@ -263,7 +263,7 @@ class Trainer:
     def _write(self, directory: Path) -> dict[str, Any]:
         return {
             "step": self.step,
-            "ranks": self.group.size,
+            "ranks": self.group.ranks,
             "weight_version": self.weight_version,
             "recompute": self.recompute,
             "floors": {str(step): floor for step, floor in self.floors.items()},
@@ -285,11 +285,11 @@ class Trainer:
         changed = changes(state.get("config", {}), trained_with(self.config))
         if changed:
             log.warning("resume.config_changed", step=state["step"], changed=changed)
-        if len(workers) != self.group.size:
-            log.warning("resume.other_ranks", saved=len(workers), now=self.group.size)
-            workers = [workers[0]] * self.group.size
+        if len(workers) != self.group.ranks:
+            log.warning("resume.other_ranks", saved=len(workers), now=self.group.ranks)
+            workers = [workers[0]] * self.group.ranks
         per_rank = [(checkpoint.directory, own) for own in workers]
-        versions = self.group.scatter("load_checkpoint", per_rank)
+        versions = self.group.each("load_checkpoint", per_rank)
         self.prompts.load_state(state["prompts"])
         self.algorithm.load_state(dict(state["algorithm"]))
         self.step = int(state["step"])

@@ -46,6 +46,8 @@ class SD3Denoiser(TransformerDenoiser):
 
     targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
 
+    branches_as_batch = True
+
     def sequence_plan(self, expert: nn.Module) -> SequencePlan:
         """Image and text meet in every block's attention; SD3.5's second one is the image's alone."""
         config: Any = expert.config

@@ -32,7 +32,6 @@ class TransformerDenoiser(Denoiser):
     inputs (FSDP2: `cast_forward_inputs=False`).
     """
 
-    branches_as_batch = True
     targets: ClassVar[tuple[str, ...]]
     """`lora_targets`, unless they depend on the module."""
     blocks: ClassVar[tuple[str, ...]] = ("transformer_blocks",)

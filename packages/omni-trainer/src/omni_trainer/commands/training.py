@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from omni_trainer.commands.failures import FAILED, report
 from omni_trainer.commands.interruption import told
 from omni_trainer.commands.terminal import print_table
 from omni_trainer.config import load_run
+from omni_trainer.launched import is_follower, launched_ranks
 
 if TYPE_CHECKING:
     from omni_trainer.evaluation import Evaluation
     from omni_trainer.summary import RunSummary
 
 OK = 0
+P = ParamSpec("P")
 
 
+def _driven(command: Callable[P, int]) -> Callable[P, int]:
+    """Where a launcher such as torchrun started several processes, the first runs a command for all."""
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        if launched_ranks() == 1:
+            return command(*args, **kwargs)
+        from omni_trainer.launched.follow import driving, follow
+
+        if is_follower():
+            return follow()
+        with driving():
+            return command(*args, **kwargs)
+
+    return run
+
+
+@_driven
 def train(source: str, overrides: Sequence[str]) -> int:
     """Train a recipe or a file in a directory of its own."""
     loaded = load_run(source, overrides)
@@ -32,6 +53,7 @@ def train(source: str, overrides: Sequence[str]) -> int:
     )
 
 
+@_driven
 def resume(run: str) -> int:
     """Go on with a run; one that is finished does nothing and says so."""
     from omni_trainer.run import run_training
@@ -42,6 +64,7 @@ def resume(run: str) -> int:
     return _watched(run_dir, lambda: run_training(config, run_dir=run_dir, resume=True))
 
 
+@_driven
 def evaluate(run: str, *, step: int | None) -> int:
     """Score a checkpoint on the held-out prompts; the run stays as it is."""
     from omni_trainer.run import evaluate_run
@@ -52,6 +75,7 @@ def evaluate(run: str, *, step: int | None) -> int:
     return OK
 
 
+@_driven
 def export(run: str, *, step: int | None, output: str | None) -> int:
     """Write a checkpoint's adapter and say how it is loaded."""
     from omni_trainer.run import export_run

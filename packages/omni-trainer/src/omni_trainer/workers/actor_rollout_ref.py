@@ -97,6 +97,10 @@ class RankFacts:
     threads: int
     torch: str
     weight_version: int
+    data_parallel_rank: int
+    """Ranks of equal number hold the same rows and compute together."""
+    has_outputs: bool
+    """Whether it is the first of them, whose results are taken."""
 
 
 class RolloutAccess(Protocol):
@@ -151,12 +155,15 @@ class ActorRolloutRefWorker:
         """
         self.training.set_loss_fn(ConfiguredLoss(self.config.actor.loss))
         self.training.reset(check=self._check_supported)
+        engine = self.training.engine
         self._rollout = self._make_rollout(servers)
         return RankFacts(
             device=str(self.training.device),
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
             weight_version=self.update_weights(),
+            data_parallel_rank=engine.get_data_parallel_rank(),
+            has_outputs=engine.is_mp_src_rank_with_outputs(),
         )
 
     def _make_rollout(self, servers: RolloutAccess | None) -> BaseRollout:

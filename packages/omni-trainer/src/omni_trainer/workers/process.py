@@ -61,12 +61,17 @@ def prepare(place: Place) -> None:
             registry.register(name, plugin)
 
 
+def stay_on_loopback() -> None:
+    """Let the collectives of this process listen on this machine alone: all of its ranks are here."""
+    loopback.stay()
+
+
 class Rendezvous:
     """The store through which ranks find each other; rank 0 holds it."""
 
     def __init__(self, *, host: str, port: int, is_master: bool) -> None:
         if host == LOOPBACK:
-            loopback.stay()
+            stay_on_loopback()
         self.store = _TCPStore(
             host, port, is_master=is_master, wait_for_workers=False, timeout=timedelta(minutes=5)
         )
