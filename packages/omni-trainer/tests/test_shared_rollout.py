@@ -316,7 +316,7 @@ def test_policies_of_one_version_are_pushed_one_after_the_other(engine):
     assert not torch.equal(latents(rollout, asked), latents(rollout, old))
 
 
-def test_a_server_that_binds_less_is_named(engine, monkeypatch):
+def test_case_25_a_server_that_binds_less_is_named(engine, monkeypatch):
     links = Links(servers())
     rollout = shared(engine, links)
     far = links.links[1].server.rollout

@@ -175,18 +175,26 @@ def test_an_engine_killed_in_a_batch_is_replaced_and_nothing_is_lost(make: MakeR
 
 
 def test_an_engine_killed_in_a_push_is_replaced_and_gets_all_of_it(
-    make: MakeRollout, adapter: dict[str, Tensor]
+    make: MakeRollout, adapter: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It has taken every tensor and bound none when it is killed."""
     rollout = make()
     before = sampled(rollout, asked_for())
+    bind, killed = rollout._end, []
+
+    def killing(link: Any, pushed: Any) -> Any:
+        if not killed:
+            killed.append(link.pid)
+            os.kill(link.pid, signal.SIGKILL)
+        return bind(link, pushed)
+
+    monkeypatch.setattr(rollout, "_end", killing)
     rollout.pause()
-    pid = rollout._pool.links[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
     half = {name: value * 0.5 for name, value in adapter.items()}
     report = rollout.update(WeightUpdate(version=7, tensors=half, alpha_over_rank=2.0))
     rollout.resume()
 
+    assert killed != [rollout._pool.links[0].pid]
     assert set(report.bound) == set(half)
     assert rollout._pool.counts.restarts == 1
     assert not torch.equal(sampled(rollout, asked_for()), before)

@@ -39,7 +39,7 @@ def reproducible(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if not name.startswith(timed)}
 
 
-def test_a_recipe_samples_in_vllm_omni_by_a_name_alone(tmp_path: Path) -> None:
+def test_case_7_a_recipe_samples_in_vllm_omni_by_a_name_alone(tmp_path: Path) -> None:
     summary = train(tmp_path / "run", "smoke", "rollout.name=vllm_omni", "checkpoint.every=1")
     start, first, second = metrics(tmp_path / "run")
 
