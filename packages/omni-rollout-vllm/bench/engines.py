@@ -22,6 +22,8 @@ from typing import Any
 import attrs
 import torch
 from diffusers import StableDiffusion3Pipeline
+from diffusers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar as no_bar_of_transformers
 
 from omni_core.choices import StepKind
 from omni_core.log import configure
@@ -60,6 +62,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=6, help="denoising steps of a picture")
     arguments = parser.parse_args(argv)
     configure(level="warning")
+    disable_progress_bar()
+    no_bar_of_transformers()
     engine = make_engine(DType.FLOAT32)
     print(f"{arguments.images} pictures of {SIZE} x {SIZE} px, {arguments.steps} steps, images/s")
     print(f"  {'':24}{'batch 1':>10}{'batch 8':>10}{'batch 1, CFG':>14}{'batch 8, CFG':>14}")
