@@ -65,11 +65,11 @@ class Curve:
 
 
 def curves(record: RunRecord) -> dict[str, list[Curve]]:
-    """Every metric but the timings, by group; those that never change come last."""
+    """Every metric but the seconds, by group; those that never change come last."""
     groups: dict[str, list[Curve]] = {}
     for name in record.names:
         group = name.partition("/")[0]
-        if group != "time":
+        if not _is_seconds(name):
             groups.setdefault(group, []).append(_curve(record, name))
     ordered = sorted(
         groups,
@@ -179,7 +179,7 @@ class Timing:
 
 def timings(record: RunRecord) -> list[Timing]:
     """Every phase, in the dictionary's order."""
-    names = [name for name in record.names if name.startswith("time/")]
+    names = [name for name in record.names if _is_seconds(name)]
     totals = {name: sum(value for _, value in record.series(name)) for name in names}
     longest = max(totals.values(), default=0.0) or 1.0
     found = []
@@ -196,6 +196,11 @@ def timings(record: RunRecord) -> list[Timing]:
             )
         )
     return found
+
+
+def _is_seconds(name: str) -> bool:
+    metric = describe(name)
+    return name.startswith("time/") and (metric is None or metric.unit == "s")
 
 
 def _order(name: str) -> int:
