@@ -191,6 +191,27 @@ def test_more_text_than_stock_takes_is_refused(tiny_sd3: Path) -> None:
         SD3Family(model_config(tiny_sd3, pipeline=pipeline)).load_conditioner(torch.float32)
 
 
+def test_prompts_are_counted_by_the_encoder_that_reads_most(
+    family: SD3Family, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    """T5's tokenizer and the configured length; without T5, CLIP's and its own."""
+    prompts = ["a red sign", " ".join(["red"] * 20)]
+    found = family.prompt_lengths(prompts)
+    tokenizer = stock_pipeline(tiny_sd3).tokenizer_3
+    assert [length.tokens for length in found] == [len(tokenizer(p).input_ids) for p in prompts]
+    assert [length.limit for length in found] == [16, 16]
+    assert [length.cut for length in found] == [False, True]
+
+    shutil.copytree(tiny_sd3, tmp_path / "two")
+    index = json.loads((tmp_path / "two/model_index.json").read_text())
+    index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (tmp_path / "two/model_index.json").write_text(json.dumps(index))
+    clip = SD3Family(model_config(tmp_path / "two")).prompt_lengths(prompts)
+    assert {length.limit for length in clip} == {
+        stock_pipeline(tiny_sd3).tokenizer.model_max_length
+    }
+
+
 def test_guidance_below_one_is_refused(family: SD3Family) -> None:
     conditioner = family.load_conditioner(torch.float32)
     with pytest.raises(ValueError, match=r"guidance_scale 0\.5: .*take 1\.0"):

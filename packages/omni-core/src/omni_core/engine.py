@@ -6,7 +6,7 @@ Axes: B rows (samples), W trained steps of a row, M packed (sample, step) rows o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from omni_core.options import (
     EngineConfig,
     OptimizerConfig,
 )
+from omni_core.prompt_length import PromptLength
 from omni_core.records import TensorRecord
 from omni_core.reverse_step import Latents, ReverseStep
 from omni_core.trajectory import Trajectory
@@ -260,6 +261,17 @@ class BaseEngine(ABC):
     def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
         """Return the keywords with which the model's stock pipeline draws what a sampling config means."""
         return self.model_config.pipeline.stock_call(sampling)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength] | None:
+        """Count each prompt's tokens as the model's encoder does, before it cuts; also before `initialize`.
+
+        None, the default, is an engine that cannot tell.
+
+        Raises:
+            ValueError, FileNotFoundError: there is no such model.
+        """
+        del prompts
+        return None
 
     @abstractmethod
     def initialize(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning, Media, SamplingSpec
@@ -252,6 +253,14 @@ class ModelFamily(ABC):
         Prompt and generator come to them; an export's card carries them.
         """
         return self.config.pipeline.stock_call(sampling)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength] | None:
+        """Count each prompt's tokens for the encoder that reads most; reads tokenizers, no weights.
+
+        None, the default, is a family that cannot tell.
+        """
+        del prompts
+        return None
 
     def schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Return the schedule that a sampling config asks for."""

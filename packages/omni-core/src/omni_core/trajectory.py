@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omni_core.choices import StepKind
+from omni_core.prompt_length import PromptLength
 from omni_core.records import TensorRecord, join
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
@@ -193,6 +194,8 @@ class TrajectoryInfo:
     """Wall time that sampling it took."""
     decode_seconds: float | None = None
     """Of that, turning latents into media; None where it is not told apart."""
+    prompt_length: PromptLength | None = None
+    """Of its longest prompt, where that is known."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -226,7 +229,13 @@ class Trajectory(TensorRecord):
         """B."""
         return len(self.records)
 
-    def info(self, *, seconds: float = 0.0, decode_seconds: float | None = None) -> TrajectoryInfo:
+    def info(
+        self,
+        *,
+        seconds: float = 0.0,
+        decode_seconds: float | None = None,
+        prompt_length: PromptLength | None = None,
+    ) -> TrajectoryInfo:
         """Return the part that a driver keeps."""
         return TrajectoryInfo(
             records=self.records,
@@ -236,6 +245,7 @@ class Trajectory(TensorRecord):
             nbytes=self.nbytes(),
             seconds=seconds,
             decode_seconds=decode_seconds,
+            prompt_length=prompt_length,
         )
 
     def expanded_conditioning(self) -> Conditioning:

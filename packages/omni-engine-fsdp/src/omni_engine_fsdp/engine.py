@@ -31,6 +31,7 @@ from omni_core.options import (
     DiffusionSamplingConfig,
     OptimizerConfig,
 )
+from omni_core.prompt_length import PromptLength
 from omni_core.seeds import derive_seed
 from omni_engine_fsdp import checkpoint, compilation, export, lora, precision, sharding, teachers
 from omni_engine_fsdp.branch_parallel import BranchParallelDenoiser
@@ -125,7 +126,15 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
 
     def facts(self) -> ModelFacts:
         """Take what the family of the pipeline declares."""
-        return ModelFacts.of(find_family(self.model_config), has_adapter=self.has_adapter)
+        return ModelFacts.of(self._asked_family, has_adapter=self.has_adapter)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength] | None:
+        """Ask the family of the pipeline, which reads its tokenizer alone."""
+        return self._asked_family.prompt_lengths(prompts)
+
+    @cached_property
+    def _asked_family(self) -> ModelFamily:
+        return find_family(self.model_config)
 
     def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
         """Ask the family; see `ModelFamily.stock_call`."""
@@ -143,7 +152,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, BaseEngine):
         self.device = devices.resolve(self.engine_config.device, local_rank=sharding.local_rank())
         sharding.ensure_process_group(self.device)
         self.mesh = RankMesh.of(self.engine_config, self.device)
-        self.family = find_family(config)
+        self.family = self._asked_family
         frozen = config.lora is not None
         stored = precision.compute_dtype if frozen else precision.master_dtype
         self.denoiser = self.family.load_denoiser(stored(config.dtype))

@@ -112,6 +112,18 @@ def _metrics(args: argparse.Namespace) -> int:
     return metrics.metrics(args.text, markdown=args.markdown)
 
 
+def _check_data(args: argparse.Namespace) -> int:
+    from omni_trainer.commands import data
+
+    return data.check(
+        args.source,
+        args.overrides,
+        tokenizer=args.tokenizer,
+        max_tokens=args.max_tokens,
+        strict=args.strict,
+    )
+
+
 def _doctor(args: argparse.Namespace) -> int:
     if args.run is not None:
         from omni_trainer.commands import diagnosis
@@ -122,12 +134,22 @@ def _doctor(args: argparse.Namespace) -> int:
     return doctor.run()
 
 
-def _with_source(parser: argparse.ArgumentParser, command: Command) -> argparse.ArgumentParser:
-    parser.add_argument(
-        "source", metavar="RECIPE|FILE", help="a recipe's name (omni recipes) or a YAML file"
-    )
+def _with_source(
+    parser: argparse.ArgumentParser, command: Command, more: str = ""
+) -> argparse.ArgumentParser:
+    said = f"a recipe's name (omni recipes) or a YAML file{more}"
+    parser.add_argument("source", metavar="RECIPE|FILE", help=said)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
     parser.set_defaults(command=command)
+    return parser
+
+
+def _with_data_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    said = "count tokens with the tokenizer in this directory (default: the run's model)"
+    parser.add_argument("--tokenizer", metavar="DIR", help=said)
+    said = "tokens that are read (default: the tokenizer's own number)"
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=said)
+    parser.add_argument("--strict", action="store_true", help="let warnings fail the check too")
     return parser
 
 
@@ -190,6 +212,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="only keys below this path (optimizer), or of this plugin (flow_grpo)",
     )
     describe.set_defaults(command=_describe)
+    data = add("data", "Look at prompt files without starting anything.")
+    kinds = data.add_subparsers(metavar="COMMAND", required=True)
+    said = "rows, lengths, targets, repeats, bad rows, and prompts that are in both files"
+    check = kinds.add_parser("check", help=said, allow_abbrev=False)
+    _with_data_options(_with_source(check, _check_data, ", or a file of prompts"))
 
     add("recipes", "List what can be trained.").set_defaults(command=_recipes)
     add("models", "List model families and what each supports.").set_defaults(command=_models)

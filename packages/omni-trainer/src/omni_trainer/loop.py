@@ -25,6 +25,7 @@ from omni_trainer.data import PromptSampler
 from omni_trainer.evaluation import Evaluator
 from omni_trainer.group import WorkerGroup
 from omni_trainer.observer import Observer
+from omni_trainer.prompt_watch import PromptWatch
 from omni_trainer.reward_pool import PoolCounts, RewardPool
 from omni_trainer.rollout_plan import RolloutPlan, plan_rollout
 from omni_trainer.samples import Samples, sample_and_score
@@ -74,6 +75,7 @@ class Trainer:
         """Of the step under way."""
         self.counted = PoolCounts()
         """What the scorers had counted before this step."""
+        self.prompt_watch = PromptWatch()
         self._looked = False
         self._compiled = 0.0
         """Seconds that compiling took so far."""
@@ -135,6 +137,7 @@ class Trainer:
         if counts.resident:
             self.metrics["memory/reward_rss"] = counts.resident / GIB
         self.counted = counts
+        self.metrics |= self.prompt_watch.metrics(samples)
         self.observer.samples(self.step + 1, samples, self.group)
         return samples
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import diffusers
 import torch
+import transformers
 
 from omni_core.model import ModelFamily
+from omni_core.prompt_length import PromptLength
 from omni_core.schedule import NUM_TRAIN_TIMESTEPS, FlowMatchSchedule
 from omni_engine_fsdp.families.folder import PipelineFolder, quiet_loading
 from omni_engine_fsdp.families.image_codec import autoencoder_scale
@@ -73,6 +75,28 @@ class FolderFamily(ModelFamily):
                 use_safetensors=True,
                 dtype=dtype,
             )
+
+    def count_tokens(
+        self, tokenizer: str, prompts: Sequence[str], *, limit: int | None = None
+    ) -> list[PromptLength]:
+        """Count tokens, special ones included, as a component of the folder does.
+
+        Args:
+            tokenizer: Name of the component.
+            prompts: As the encoder is given them.
+            limit: Tokens that are read; None takes the tokenizer's own number.
+        """
+        counter = self._tokenizer(tokenizer)
+        rows = counter(list(prompts), verbose=False)["input_ids"]
+        most = limit or int(counter.model_max_length)
+        return [PromptLength(tokens=len(row), limit=most) for row in rows]
+
+    @cache  # noqa: B019 -- a family lives as long as its run
+    def _tokenizer(self, component: str) -> Any:
+        _, class_name = self.folder.components[component]
+        return getattr(transformers, class_name).from_pretrained(
+            self.folder.root, subfolder=component, local_files_only=True
+        )
 
     def check_text_length(self, most: int) -> int:
         """Return `model.pipeline.max_sequence_length`.

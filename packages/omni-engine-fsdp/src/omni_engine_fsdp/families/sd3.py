@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from omni_core.families.sd3 import SD3Conditioning
 from omni_core.model import Guidance, SequencePlan, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -167,6 +168,13 @@ class SD3Family(FolderFamily):
             **absent,
         )
         return SD3Conditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with T5's tokenizer; without T5, with CLIP's (which reads 77 tokens in any case)."""
+        if "text_encoder_3" in self.folder.components:
+            length = self.config.pipeline.max_sequence_length
+            return self.count_tokens("tokenizer_3", prompts, limit=length)
+        return self.count_tokens("tokenizer", prompts)
 
     def load_codec(self, dtype: torch.dtype) -> KLCodec:
         """Read the autoencoder."""

@@ -91,6 +91,7 @@ _LINES = (
     Metric("canary/exact", "nats a value", "largest |log-prob| difference of a replay in the rollout's own batches", "0 in float32 (1e-5 where another engine sampled)", _CANARY),
     Metric("canary/floor", "ratio", "largest |ratio - 1| of unchanged weights in training micro-batches", "below a tenth of the clip", _CANARY),
     Metric("rollout/old_log_probs_recomputed", "0 or 1", "1 where old log-probs come from training micro-batches", "0 in float32", "with stochastic steps"),
+    Metric("rollout/cut_prompts", "prompts", "prompts of the step that are longer than the model reads", "0; `omni data check` lists them", "where the model can tell"),
     Metric("rollout/images_per_second", "samples/s", "throughput of one rank's (or one server's) engines, while they sample", "steady", _ENGINES),
     Metric("rollout/queue", "batches", "most batches that waited for an engine at once", "above 0: no engine is idle", _ENGINES),
     Metric("rollout/restarts", "engines", "engines that were lost and started again", "0", _ENGINES),

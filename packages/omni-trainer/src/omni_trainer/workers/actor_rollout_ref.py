@@ -26,6 +26,7 @@ from omni_core.options import (
     DiffusionSamplingConfig,
 )
 from omni_core.plugins import ROLLOUTS, registry
+from omni_core.prompt_length import PromptLength
 from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Media, RolloutRequest, Trajectory, TrajectoryInfo
@@ -201,14 +202,24 @@ class ActorRolloutRefWorker:
         """
         if trained:
             self.training.engine.begin_rollout()
+        lengths = self._prompt_lengths(requests)
         last, decoded = time.perf_counter(), self.rollout.decode_seconds
         for trajectory in self.rollout.stream(requests, decode=decode):
             now, before = time.perf_counter(), decoded
             finished = trajectory.to("cpu")
             decoded = self.rollout.decode_seconds
-            spent = None if decoded is None else decoded - (before or 0.0)
-            yield finished.info(seconds=now - last, decode_seconds=spent), finished
+            info = finished.info(
+                seconds=now - last,
+                decode_seconds=None if decoded is None else decoded - (before or 0.0),
+                prompt_length=lengths.get(finished.records[0].prompt),
+            )
+            yield info, finished
             last = time.perf_counter()
+
+    def _prompt_lengths(self, requests: Sequence[RolloutRequest]) -> dict[str, PromptLength]:
+        prompts = sorted({request.prompt for request in requests})
+        lengths = self.training.engine.prompt_lengths(prompts) if prompts else None
+        return {} if lengths is None else dict(zip(prompts, lengths, strict=True))
 
     def pick_images(self, rows: Sequence[int], *trajectories: Trajectory) -> Tensor:
         """Take one row of each trajectory's media: uint8 [N, H, W, 3]; a video gives its middle frame.

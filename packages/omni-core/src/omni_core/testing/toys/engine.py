@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from omni_core.options import (
     OptimizerConfig,
 )
 from omni_core.plugins import MODELS, registry
+from omni_core.prompt_length import PromptLength
 from omni_core.testing.toys import lora
 from omni_core.testing.toys.family import ToyDenoiser, ToyFamily
 from omni_core.testing.toys.packing import MicroBatch, pack, predict_velocity, score
@@ -71,6 +72,10 @@ class ToyEngine(BaseEngine):
     def facts(self) -> ModelFacts:
         """Take what the family declares."""
         return ModelFacts.of(self.family, has_adapter=self.has_adapter)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength] | None:
+        """Ask the family."""
+        return self.family.prompt_lengths(prompts)
 
     def initialize(self) -> None:
         """Make the model, its adapter and the optimizer."""

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omni_core.model import Codec, Conditioner, Denoiser, Guidance, ModelFamily, Step, TextLayout
 from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.seeds import derive_seed
@@ -241,6 +242,11 @@ class ToyFamily(ModelFamily):
         """Make the codec (float32 whatever *dtype* is)."""
         del dtype
         return ToyCodec()
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count words."""
+        limit = self.config.pipeline.max_sequence_length
+        return [PromptLength(tokens=len(prompt.split()), limit=limit) for prompt in prompts]
 
     def stock_schedule(self, sampling: DiffusionSamplingConfig) -> FlowMatchSchedule:
         """Return even sigmas shifted by 3."""
