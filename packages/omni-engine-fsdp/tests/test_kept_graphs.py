@@ -222,6 +222,12 @@ class Pushed(DiffusionRolloutConfig):
     """Of a rollout in another process."""
 
 
+def test_ranks_that_share_a_forward_keep_no_graphs() -> None:
+    config = FSDPEngineConfig(keep_graph=True, cfg_parallel=2)
+    found = config.mistakes(FlowGRPOOptions(), EngineRolloutConfig())
+    assert "ranks that share a forward" in found["keep_graph"]
+
+
 @pytest.mark.parametrize(
     ("algorithm", "rollout", "reason"),
     [

@@ -103,6 +103,10 @@ class FSDPEngineConfig(EngineConfig):
             return "the rollout samples with weights that are pushed to it, so its graph is not trained"
         if algorithm.rollout_algo().adapter != "default":
             return f"adapter {algorithm.rollout_algo().adapter!r} samples, and it is not the trained one"
+        if self.model_parallel_size > 1:
+            return (
+                "ranks that share a forward (ulysses, cfg_parallel) are not tested with kept graphs"
+            )
         if rollout.merge_lora:
             return "rollout.merge_lora samples without the adapter's own weights in the graph"
         if getattr(algorithm, "rollout_correction", None) is not None:
