@@ -13,6 +13,7 @@ from torch import Tensor
 
 from omni_core.choices import Policy, PredictionGuidance, StepKind
 from omni_core.engine import BaseEngine, TrainBatch
+from omni_core.forward_cells import step_of
 from omni_core.forward_needs import ForwardNeeds
 from omni_core.options import DiffusionSamplingConfig, DType, OptimizerConfig
 from omni_core.rollout import BaseRollout
@@ -23,7 +24,6 @@ from omni_core.testing.forward_engine_suite import SeenLoss, error_loss
 from omni_core.testing.samples import requests_for, train_batch
 from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, ForwardDiffusersFSDPEngine
-from omni_engine_fsdp.forward_batches import step_of
 
 
 class TestForwardDiffusersFSDPEngine(ForwardEngineSuite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import attrs
@@ -60,19 +61,18 @@ def diffusion_loss(
     return algorithm(config).loss(inputs)
 
 
-@attrs.frozen
-class ConfiguredLoss:
-    """`diffusion_loss` of one config: what `set_loss_fn` takes. Pickles as its config.
+class AlgorithmLoss(ABC):
+    """An algorithm's loss, with what engines read from it beside: what `set_loss_fn` takes."""
 
-    >>> engine.set_loss_fn(ConfiguredLoss(DiffusionLossConfig(name="flow_grpo", options=options)))
-    """
-
-    config: DiffusionLossConfig
+    @property
+    @abstractmethod
+    def algorithm(self) -> Algorithm:
+        """Whose loss it is."""
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
         """Every forward that the algorithm asks for; the first is the trained one."""
-        return algorithm(self.config).predictions
+        return self.algorithm.predictions
 
     @property
     def needs_reference(self) -> bool:
@@ -87,13 +87,28 @@ class ConfiguredLoss:
     @property
     def needs_noise(self) -> bool:
         """Whether the algorithm asks for the noise of the rollout's steps."""
-        return algorithm(self.config).needs_noise
+        return self.algorithm.needs_noise
 
     @property
     def forward_needs(self) -> ForwardNeeds | None:
         """What is drawn and predicted for a loss of the forward process; None for any other."""
-        return algorithm(self.config).forward_needs
+        return self.algorithm.forward_needs
 
     def __call__(self, inputs: LossInputs | ForwardLossInputs) -> LossTerms:
         """Compute the loss terms of a micro-batch."""
-        return diffusion_loss(self.config, inputs)
+        return self.algorithm.loss(inputs)
+
+
+@attrs.frozen
+class ConfiguredLoss(AlgorithmLoss):
+    """`diffusion_loss` of one config. Pickles as its config: it travels to other processes.
+
+    >>> engine.set_loss_fn(ConfiguredLoss(DiffusionLossConfig(name="flow_grpo", options=options)))
+    """
+
+    config: DiffusionLossConfig
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The one that the config names."""
+        return algorithm(self.config)

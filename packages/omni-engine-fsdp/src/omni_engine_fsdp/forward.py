@@ -14,6 +14,7 @@ from torch import Tensor
 
 from omni_core.choices import Policy
 from omni_core.engine import BatchOutput, LossFunction, TrainBatch
+from omni_core.forward_cells import step_of
 from omni_core.forward_needs import forward_needs
 from omni_core.forward_process import ForwardLossInputs, noise_to
 from omni_core.model import Guidance, Step
@@ -30,7 +31,6 @@ from omni_engine_fsdp.forward_batches import (
     ForwardMicroBatch,
     cut_forward,
     guidance_of,
-    step_of,
 )
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import attrs
 import pytest
@@ -15,8 +16,9 @@ from omni_core.algorithm import Algorithm, ModelFacts, Policy, Timesteps
 from omni_core.choices import StepKind
 from omni_core.engine import LossInputs
 from omni_core.forward_process import ForwardLossInputs
-from omni_core.options import AlgorithmConfig, RunFacts
+from omni_core.options import AlgorithmConfig, DType, RunFacts
 from omni_core.schedule import FlowMatchSchedule
+from omni_core.testing.algorithm_training import ToyTraining
 from omni_core.testing.samples import (
     forward_loss_inputs,
     loss_inputs,
@@ -213,6 +215,74 @@ class AlgorithmSuite:
         """The engine weighs: a loss that does it too would do it twice."""
         other = attrs.evolve(inputs, weights=torch.zeros_like(inputs.weights))
         assert torch.equal(algorithm.loss(other).terms, algorithm.loss(inputs).terms)
+
+    # -- training the toy model --------------------------------------------------------------------
+
+    def test_what_has_a_gradient_moves_and_nothing_else(
+        self, algorithm: Algorithm, tmp_path: Path
+    ) -> None:
+        """The base and every other adapter stay as they are, bit for bit."""
+        training = ToyTraining(algorithm, tmp_path)
+        training.update()  # until the second update LoRA's A has a gradient of zero
+        batch, before = training.batch(), training.tensors()
+        moving = {name for name, value in training.gradients(batch).items() if value.any()}
+        training.engine.optimizer_step()
+        after = training.tensors()
+        assert moving
+        assert {name for name in before if not torch.equal(before[name], after[name])} == moving
+        assert all(name.endswith(".default") for name in moving)
+
+    def test_case_8_gradients_do_not_depend_on_the_micro_batches(
+        self, algorithm: Algorithm, tmp_path: Path
+    ) -> None:
+        """CASES 8: within 1e-12 of the global norm in float64, micro-batches of a unit or of all rows."""
+        whole = ToyTraining(algorithm, tmp_path, dtype=DType.FLOAT64, micro_batch_size=512)
+        whole.update()
+        batch = whole.batch()
+        expected = whole.gradients(batch)
+        whole.engine.engine_config = attrs.evolve(whole.engine.engine_config, micro_batch_size=5)
+        norm = torch.stack([value.norm() for value in expected.values()]).norm()
+        assert norm > 0
+        for name, value in whole.gradients(batch).items():
+            assert (value - expected[name]).norm() < 1e-12 * norm, name
+
+    def test_case_11_a_row_without_weight_may_hold_anything(
+        self, algorithm: Algorithm, tmp_path: Path
+    ) -> None:
+        """CASES 11: its latents and its advantage are others, and the gradients are what they were."""
+        training = ToyTraining(algorithm, tmp_path)
+        batch = training.batch()
+        (idle,) = (batch.weights == 0).nonzero()[:1]
+        latents = {name: value.clone() for name, value in batch.trajectory.latents.items()}
+        for value in latents.values():
+            value[idle] = 3.0 - value[idle]
+        advantages = batch.advantages.clone()
+        advantages[idle] = 5.0
+        trajectory = attrs.evolve(batch.trajectory, latents=latents)
+        spoilt = attrs.evolve(batch, trajectory=trajectory, advantages=advantages)
+        expected, found = training.gradients(batch), training.gradients(spoilt)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    def test_case_28_two_updates_and_two_after_a_resume_are_four(
+        self, algorithm: Algorithm, tmp_path: Path
+    ) -> None:
+        """CASES 28: every tensor, adapters included, bit for bit."""
+        fresh = type(algorithm)
+        straight = ToyTraining(fresh(algorithm.options), tmp_path / "a")
+        for _ in range(4):
+            straight.update()
+        first = ToyTraining(fresh(algorithm.options), tmp_path / "b")
+        for _ in range(2):
+            first.update()
+        state = json.loads(json.dumps(first.save(tmp_path / "checkpoint")))
+        second = ToyTraining(fresh(algorithm.options), tmp_path / "c")
+        second.load(tmp_path / "checkpoint", state)
+        for _ in range(2):
+            second.update()
+        found, expected = second.tensors(), straight.tensors()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert second.algorithm.state() == straight.algorithm.state()
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The smallest honest implementation of every contract: plain torch, one process, no files.
 
-`register_toys()` offers it under the names engine `diffusion.toy`, rollout `toy`, model `toy` and reward
+`register_toys()` offers it under the names engine `diffusion.toy` and `diffusion_forward.toy`, rollout `toy`, model `toy` and reward
 `toy`. A run of the toys names `model: {path: toy, family: toy}` and a size that is a multiple of 4. The
 model `toy_clips` makes videos with sound: two modalities, sampled, scored and trained as one.
 """
@@ -22,6 +22,7 @@ _HOMES = {
     "ToyEngine": "engine",
     "ToyEngineConfig": "options",
     "ToyFamily": "family",
+    "ToyForwardEngine": "forward",
     "ToyReward": "reward",
     "ToyRewardConfig": "options",
     "ToyRollout": "rollout",

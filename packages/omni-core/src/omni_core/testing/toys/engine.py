@@ -9,12 +9,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from omni_core import device as devices
 from omni_core.algorithm import ModelFacts
+from omni_core.choices import Policy
 from omni_core.engine import (
     BaseEngine,
     BatchOutput,
@@ -26,6 +28,7 @@ from omni_core.engine import (
     TrainBatch,
     needs_noise,
     needs_reference,
+    needs_teacher,
 )
 from omni_core.metrics import Moments, merge
 from omni_core.model import ModelFamily
@@ -68,6 +71,7 @@ class ToyEngine(BaseEngine):
         self._schedule_steps = 0
         self._optimizer: torch.optim.AdamW | None = None
         self._more_adapters: list[str] = []
+        self._teacher: Path | None = None
 
     def facts(self) -> ModelFacts:
         """Take what the family declares."""
@@ -94,6 +98,7 @@ class ToyEngine(BaseEngine):
                 self.add_adapter(name)
             for layer in lora.layers(self.module).values():
                 layer.active = "default"
+            self._read_teacher()
         self.module.eval()
         if self.optimizer_config is not None:
             trained = [parameter for _, parameter in self._trained()]
@@ -147,13 +152,18 @@ class ToyEngine(BaseEngine):
         log_probs = current.require_log_prob().detach().float()
         if loss_function is None:
             return None, BatchOutput(metrics={}, log_probs=log_probs)
-        reference = None
-        if needs_reference(loss_function):
-            with torch.no_grad(), self.disable_adapter():
-                reference = self._predict(micro_batch)
-        result = loss_function(
-            micro_batch.loss_inputs(current, reference, noise=needs_noise(loss_function))
+        others: dict[str, StepPrediction] = {}
+        asked = {
+            Policy.REFERENCE: needs_reference(loss_function),
+            Policy.TEACHER: needs_teacher(loss_function),
+        }
+        for policy in (policy for policy, wanted in asked.items() if wanted):
+            with torch.no_grad(), self.use_policy(policy):
+                others[policy.value] = self._predict(micro_batch)
+        inputs = micro_batch.loss_inputs(
+            current, others.get("reference"), noise=needs_noise(loss_function)
         )
+        result = loss_function(attrs.evolve(inputs, teacher=others.get("teacher")))
         counts = micro_batch.weights > 0
         # Not a product with 0: a row that counts for nothing may be anything, also not finite.
         weighed = torch.where(counts, micro_batch.weights * result.terms, 0.0)
@@ -272,6 +282,42 @@ class ToyEngine(BaseEngine):
         if name != "default":
             for tensor in lora.tensors(self.module, name).values():
                 tensor.requires_grad_(False)
+
+    def add_teacher(self, name: str, directory: Path) -> None:
+        """Ask, before `initialize`, for the one teacher that this engine keeps: what `export_adapter` wrote.
+
+        Raises:
+            ValueError: a second one, or every weight is trained.
+        """
+        self._require_adapter()
+        if self._teacher is not None:
+            msg = f"the toy engine keeps one teacher; {name!r} ({directory}) is a second one"
+            raise ValueError(msg)
+        self._teacher = directory
+
+    def _read_teacher(self) -> None:
+        if self._teacher is None:
+            return
+        self.add_adapter("teacher")
+        ours = lora.tensors(self.module, "teacher")
+        theirs = {
+            f"{name.rpartition('.')[0]}.teacher": value
+            for name, value in read_tensors(self._teacher).items()
+        }
+        if theirs.keys() != ours.keys():
+            msg = f"{self._teacher}: not an adapter of this model"
+            raise ValueError(msg)
+        lora.copy_tensors(theirs, ours)
+
+    @contextmanager
+    def use_policy(self, policy: Policy) -> Iterator[None]:
+        """Run with another policy's weights: the base is the reference, the others are adapters."""
+        if policy is Policy.REFERENCE:
+            with self.disable_adapter():
+                yield
+            return
+        with self.use_adapter("default" if policy is Policy.CURRENT else policy.value):
+            yield
 
     @contextmanager
     def use_adapter(self, name: str) -> Iterator[None]:

@@ -16,6 +16,13 @@ TOYS: dict[tuple[str, str], Plugin] = {
         devices=("cpu",),
         summary="single-process engine over the toy family",
     ),
+    (ENGINES, "diffusion_forward.toy"): Plugin(
+        api=1,
+        options=ToyEngineConfig,
+        target=f"{_HERE}.forward:ToyForwardEngine",
+        devices=("cpu",),
+        summary="the same for losses of the forward process",
+    ),
     (ROLLOUTS, "toy"): Plugin(
         api=1,
         options=ToyRolloutConfig,
