@@ -1,4 +1,4 @@
-"""What each algorithm learns for its CPU-seconds: `hatch run bench:algorithms` (slow: hours on one core).
+"""What each algorithm learns for its CPU-seconds: `hatch run bench:algorithms` (slow: about an hour of one core).
 
 The tiny pipeline is trained with each algorithm and seed, one process and one thread, by the trainer's own
 loop. Held-out prompts are evaluated every few steps; their cost is not counted. The first JSON line of a

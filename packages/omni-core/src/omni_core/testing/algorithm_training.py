@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omni_core.algorithm import Algorithm
-from omni_core.choices import Policy
+from omni_core.choices import Policy, StepKind
 from omni_core.engine import TrainBatch
 from omni_core.losses import AlgorithmLoss
 from omni_core.options import (
@@ -115,7 +115,7 @@ class ToyTraining:
             height=pipeline.height,
             width=pipeline.width,
             max_sequence_length=pipeline.max_sequence_length,
-            kind=asked.kind,
+            kind=StepKind(asked.kind),
             noise_level=asked.noise_level,
         )
         requests = requests_for(
