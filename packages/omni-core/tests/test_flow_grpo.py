@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_core.algorithm import Policy
+from omni_core.algorithms.flow_dppo_options import FlowDPPOOptions
 from omni_core.algorithms.flow_grpo import FlowGRPO
 from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.choices import AdvantageStd, KLForm, StepKind
@@ -229,6 +230,14 @@ def test_case_6_a_window_that_does_not_fit_is_never_drawn(
 def test_the_defaults_fit() -> None:
     assert FlowGRPOOptions().mistakes(FACTS) == {}
     assert FlowGRPOOptions(window_size=2, kind=StepKind.CPS).mistakes(FACTS) == {}
+
+
+def test_a_clip_below_the_noise_floor_is_a_mistake_with_the_least_that_fits():
+    (said,) = FlowGRPOOptions(clip_ratio=9e-7).mistakes(FACTS).items()
+    assert said[0] == "clip_ratio"
+    assert said[1].endswith("expected at least 1e-06")
+    assert FlowGRPOOptions(clip_ratio=1e-6).mistakes(FACTS) == {}
+    assert set(FlowDPPOOptions(max_kl=1e-8).mistakes(FACTS)) == {"max_kl"}
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,10 @@ def cps_mistake(noise_level: float) -> str:
     )
 
 
+LEAST_CLIP = 1e-6
+"""Float32 tells ratios near 1 apart by 1.2e-7: a clip below ten times that is among the rounding."""
+
+
 # -- reverse process ------------------------------------------------------------------------------
 
 
@@ -105,6 +109,8 @@ class StochasticOptions(AlgorithmConfig):
 
     title: ClassVar[str] = "this algorithm"
     """Its plugin's name, for messages."""
+    clip_key: ClassVar[str] = "clip_ratio"
+    """Name of the option that `clip` follows from."""
 
     kind: StepKind = StepKind.SDE
     noise_level: float = attrs.field(default=0.7, validator=positive)
@@ -140,7 +146,7 @@ class StochasticOptions(AlgorithmConfig):
         )
 
     def mistakes(self, facts: RunFacts) -> Mapping[str, str]:
-        """Check kind and window against the run."""
+        """Check kind, clip and window against the run."""
         others = ["reference"] if self.needs_reference else []
         found = policy_mistakes(self.title, facts, others=others)
         if self.kind is StepKind.ODE:
@@ -148,6 +154,11 @@ class StochasticOptions(AlgorithmConfig):
             found["kind"] = f"ode has no log-prob to train on; choose one of {known}"
         if self.kind is StepKind.CPS and self.noise_level > 1:
             found["noise_level"] = cps_mistake(self.noise_level)
+        if self.clip is not None and self.clip < LEAST_CLIP:
+            found[self.clip_key] = (
+                f"{self.clip} is below the noise floor of float32 ratios (1.2e-7, times ten); expected at "
+                f"least {LEAST_CLIP}"
+            )
         steps = facts.num_inference_steps
         if self.window_range is not None:
             wrong = window_mistake(self.window_range, num_steps=steps)

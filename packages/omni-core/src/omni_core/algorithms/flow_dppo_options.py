@@ -16,6 +16,7 @@ class FlowDPPOOptions(PolicyGradientOptions):
     """Flow-DPPO, with a full or a short window."""
 
     title: ClassVar[str] = "flow_dppo"
+    clip_key: ClassVar[str] = "max_kl"
 
     max_kl: float = attrs.field(default=1e-5, validator=positive)
     """delta: a step that is this far from the old policy learns nothing that moves it further."""
