@@ -195,20 +195,23 @@ def test_case_36_the_dictionary_of_metrics_holds_what_runs_emit_and_nothing_else
     assert silent == {*of_ray, *of_vllm, "time/compile"}
 
 
-def test_other_policies_are_refused_without_an_adapter(train):
-    with pytest.raises(ConfigError, match=r"algorithm.name: diffusion_nft.*set model.lora"):
-        train("diffusion_nft", "model.lora=null")
-
-
 def test_a_group_that_is_seen_whole_has_to_fit_into_a_micro_batch(train):
     with pytest.raises(ConfigError, match=r"engine\.micro_batch_size is 3, and must be at least 4"):
         train("dgpo", "engine.micro_batch_size=3")
 
 
-def test_nft_on_policy_trains_every_weight(train):
-    options = {"old_policy": "copy", "kl_coef": 0.0}
-    lines = metrics(train("diffusion_nft", "model.lora=null", options=options))
-    assert lines[-1]["actor/grad_norm"] > 0.0
+def test_the_old_policy_is_a_copy_where_every_weight_is_trained(train):
+    run_dir = train("diffusion_nft", "model.lora=null", "optimizer.lr=1e-4")
+    first, second = checkpoint(run_dir, 1)[1], checkpoint(run_dir, 2)[1]
+    old = [name for name in second if name.startswith("weights.old:")]
+    assert len(old) == len([name for name in second if name.startswith("weights.transformer.")])
+    assert [name for name in old if first[name] != second[name]]
+    assert metrics(run_dir)[-1]["actor/grad_norm"] > 0.0
+
+
+def test_teachers_are_refused_without_an_adapter(train):
+    with pytest.raises(ConfigError, match=r"algorithm.name: its teachers are adapters"):
+        train("distillation", "model.lora=null")
 
 
 @pytest.mark.parametrize("name", ["awm", "diffusion_nft", "elbo"])

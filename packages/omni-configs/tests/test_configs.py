@@ -29,6 +29,7 @@ NAMES = (
     "sd3_ocr_verl_omni",
     "sd3_pickscore_flow_grpo",
     "smoke",
+    "tiny_flow_grpo_full",
     *(f"{model}_{name}" for model in ("sd3_ocr", "tiny") for name in ALGORITHMS),
 )
 SECTIONS = {

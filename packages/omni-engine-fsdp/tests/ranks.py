@@ -38,6 +38,7 @@ from omni_core.options import (
     DiffusionModelConfig,
     DiffusionPipelineConfig,
     DType,
+    EMAConfig,
     LoRAConfig,
     OptimizerConfig,
 )
@@ -136,6 +137,7 @@ def build(
     adapters: tuple[str, ...] = (),
     teachers: Sequence[Path] = (),
     lora: LoRAConfig | None = LoRAConfig(rank=2, alpha=8.0),  # noqa: B008 -- frozen
+    optimizer: OptimizerConfig = LR,
     **options: Any,
 ) -> Any:
     """Build and initialize an engine; *options* are fields of FSDPEngineConfig."""
@@ -150,7 +152,7 @@ def build(
         FSDPEngineConfig(
             device="cpu", shard_base=shard, micro_batch_size=micro_batch_size, **options
         ),
-        LR,
+        optimizer,
         None,
     )
     for name in adapters:
@@ -295,8 +297,26 @@ def whole(tensor: Any) -> Tensor:
     return full.detach().clone()
 
 
-def weights(engine: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+def weights(engine: PPODiffusersFSDPEngine, policy: str = "default") -> dict[str, Tensor]:
+    found = engine.get_per_tensor_param(adapter=policy)
+    return {name: tensor.clone() for name, tensor in found}
+
+
+def build_full(path: Path, *, shard: ShardBase = ShardBase.AUTO) -> Any:
+    """Every weight trained in float64, against a reference and with an average."""
+    optimizer = attrs.evolve(LR, ema=EMAConfig(decay=0.5))
+    return build(path, dtype=DType.FLOAT64, shard=shard, lora=None, optimizer=optimizer)
+
+
+class KLLoss:
+    """A policy gradient held to the reference."""
+
+    needs_reference = True
+
+    def __call__(self, inputs: LossInputs) -> LossTerms:
+        assert inputs.reference is not None
+        away = velocity_error(inputs.current.velocity, inputs.reference.velocity)
+        return LossTerms(terms=loss(inputs).terms + away)
 
 
 # -- scenarios: each is run by every rank ------------------------------------------------------------
@@ -397,6 +417,30 @@ def case_checkpoint(rank: int, model: Path, out: Path) -> None:
         report(out / f"resumed-{shard.value}", rank, weights(resumed))
 
 
+def case_full(rank: int, model: Path, out: Path) -> None:
+    for shard in (ShardBase.REPLICATE, ShardBase.SHARD):
+        engine = build_full(model, shard=shard)
+        for _ in range(2):
+            engine.train_batch(rows(MINE[rank]), KLLoss())
+        folder = out / f"full-{shard.value}"
+        state = json.loads(json.dumps(engine.save_checkpoint(folder)))
+        (out / f"full-state-{shard.value}.{rank}.json").write_text(json.dumps(state))
+        engine.train_batch(rows(MINE[rank]), KLLoss())
+        for policy in ("default", "ema"):
+            report(out / f"full-{policy}-{shard.value}", rank, weights(engine, policy))
+    resumed = build_full(model, shard=ShardBase.SHARD)
+    resumed.load_checkpoint(folder, state)
+    resumed.train_batch(rows(MINE[rank]), KLLoss())
+    report(out / "full-resumed", rank, weights(resumed))
+    resumed.export_pipeline(out / "full-pipeline")
+    # What one rank saved before these two were started.
+    back = build_full(model)
+    back.load_checkpoint(out / "one-rank", json.loads((out / "one-rank.json").read_text()))
+    back.train_batch(rows(MINE[rank]), KLLoss())
+    for policy in ("default", "ema"):
+        report(out / f"full-back-{policy}", rank, weights(back, policy))
+
+
 def case_replay(rank: int, model: Path, out: Path) -> None:
     engine = build(model, shard=ShardBase.SHARD)
     rollout = EngineRollout(EngineRolloutConfig(batch_size=4), engine=engine)
@@ -475,6 +519,7 @@ SCENARIOS: tuple[Callable[[int, Path, Path], None], ...] = (
     case_float64,
     case_nan,
     case_checkpoint,
+    case_full,
     case_replay,
     case_kept,
     case_merged,

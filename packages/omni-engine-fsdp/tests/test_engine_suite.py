@@ -9,7 +9,7 @@ import pytest
 
 from omni_core.choices import StepKind
 from omni_core.engine import BaseEngine
-from omni_core.options import DiffusionSamplingConfig, DType, OptimizerConfig
+from omni_core.options import DiffusionSamplingConfig, DType, LoRAConfig, OptimizerConfig
 from omni_core.rollout import BaseRollout
 from omni_core.testing.engine_suite import EngineFactory, EngineSuite, RolloutFactory
 from omni_core.trajectory import SamplingSpec
@@ -18,6 +18,7 @@ from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, PPODiffusersFSD
 
 class TestPPODiffusersFSDPEngine(EngineSuite):
     dtype = DType.FLOAT32
+    lora: LoRAConfig | None = LoRAConfig(rank=2, alpha=8.0)
     untouched = tuple(
         # The text stream ends in the last block, whose queries of the text are used by nobody.
         f"transformer.transformer_blocks.1.attn.add_q_proj.lora_{factor}.weight"
@@ -34,6 +35,7 @@ class TestPPODiffusersFSDPEngine(EngineSuite):
             return build_engine(
                 tiny_sd3,
                 dtype=self.dtype,
+                lora=self.lora,
                 micro_batch_size=micro_batch_size,
                 optimizer=optimizer,
             )
@@ -64,3 +66,11 @@ class TestPPODiffusersFSDPEngine(EngineSuite):
 class TestPPODiffusersFSDPEngineInFloat64(TestPPODiffusersFSDPEngine):
     dtype = DType.FLOAT64
     gradient_bound = 1e-12
+
+
+class TestPPODiffusersFSDPEngineOfAllWeights(TestPPODiffusersFSDPEngine):
+    lora = None
+    untouched = tuple(
+        f"transformer.transformer_blocks.1.attn.{name}"
+        for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+    )

@@ -12,7 +12,8 @@ from peft import PeftModel
 from safetensors import safe_open
 from torch import Tensor
 
-from omni_engine_fsdp import PPODiffusersFSDPEngine
+from omni_core.options import DType
+from omni_engine_fsdp import PPODiffusersFSDPEngine, pipeline_export
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +33,22 @@ def exported(trained: PPODiffusersFSDPEngine, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def velocity(module: Any) -> Tensor:
+def velocity(module: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         found: Tensor = module(
-            hidden_states=torch.randn(2, 8, 4, 4, generator=generator),
+            hidden_states=torch.randn(2, 8, 4, 4, generator=generator).to(dtype),
             timestep=torch.tensor([978.26, 500.0]),
-            encoder_hidden_states=torch.randn(2, 24, 32, generator=generator),
-            pooled_projections=torch.randn(2, 16, generator=generator),
+            encoder_hidden_states=torch.randn(2, 24, 32, generator=generator).to(dtype),
+            pooled_projections=torch.randn(2, 16, generator=generator).to(dtype),
             return_dict=False,
         )[0]
-    return found
+    return found.float()
 
 
-def stock(path: Path) -> Any:
+def stock(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return SD3Transformer2DModel.from_pretrained(
-        path, subfolder="transformer", local_files_only=True
+        path, subfolder="transformer", local_files_only=True, dtype=dtype
     )
 
 
@@ -85,6 +86,79 @@ def test_files_say_what_they_are(exported: Path) -> None:
     config = json.loads((exported / "peft" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 8.0)
     assert "attn.to_q" in config["target_modules"]
+
+
+def test_case_23_a_merged_pipeline_gives_the_trainers_output(
+    trained: PPODiffusersFSDPEngine, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    """CASES 23: the file differs from the base, and forward equals adapter-on (1e-5)."""
+    assert trained.export_pipeline(tmp_path / "merged") == tmp_path / "merged"
+    pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "merged", local_files_only=True)
+    ours = velocity(trained.denoiser.experts["transformer"])
+    assert float((velocity(pipeline.transformer) - ours).abs().max()) <= 1e-5
+    base = stock(tiny_sd3).state_dict()
+    differing = {
+        name.removesuffix(".weight")
+        for name, value in pipeline.transformer.state_dict().items()
+        if not torch.equal(value, base[name])
+    }
+    adapted = {
+        name for name in trained.adapter_parameters("default")["transformer"] if "_B" in name
+    }
+    # The last block's queries of the text are used by nobody, so their B stays 0.
+    unused = "transformer_blocks.1.attn.add_q_proj"
+    assert differing == {name.removesuffix(".lora_B.weight") for name in adapted} - {unused}
+
+
+def test_case_23_an_adapter_that_adds_nothing_merges_to_the_base(
+    build_engine: Any, tiny_sd3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASES 23, in several files: every tensor of the stock module is there, as it was."""
+    monkeypatch.setattr(pipeline_export, "FILE_BYTES", 60_000)
+    build_engine(tiny_sd3).export_pipeline(tmp_path)
+    assert len(list((tmp_path / "transformer").glob("*-of-*.safetensors"))) > 1
+    base = stock(tiny_sd3).state_dict()
+    merged = stock(tmp_path).state_dict()
+    assert merged.keys() == base.keys()
+    for name, value in base.items():
+        assert torch.equal(merged[name], value), name
+
+
+def test_case_22_all_weights_are_exported_as_a_pipeline(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    """CASES 22 where every weight is trained in bf16: stock in bf16 gives the trainer's own output."""
+    engine = build_engine(tiny_sd3, lora=None, dtype=DType.BFLOAT16, optimizer=ranks.LR)
+    engine.train_batch(ranks.rows([0, 1, 2]), ranks.loss)
+    engine.export_pipeline(tmp_path)
+    module = stock(tmp_path, dtype=torch.bfloat16)
+    ours = velocity(engine.denoiser.experts["transformer"], torch.bfloat16)
+    assert float((velocity(module, torch.bfloat16) - ours).abs().max()) <= 1e-2
+    assert not any(path.suffix == ".bin" for path in tmp_path.rglob("*"))
+
+
+def test_a_pipeline_replaces_nothing_but_a_pipeline(
+    trained: PPODiffusersFSDPEngine, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"is model\.path itself"):
+        trained.export_pipeline(tiny_sd3)
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds other files than a pipeline"):
+        trained.export_pipeline(tmp_path)
+
+
+def test_a_pipeline_has_to_know_every_expert(
+    ranks: ModuleType, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    ranks.register_two_experts()
+    try:
+        engine = ranks.build(tiny_sd3, family="two_experts")
+        with pytest.raises(
+            ValueError, match="high, low is no component of StableDiffusion3Pipeline"
+        ):
+            engine.export_pipeline(tmp_path)
+    finally:
+        ranks.plugins.registry(ranks.plugins.MODELS).unregister("two_experts")
 
 
 def test_what_has_no_adapter_exports_none(

@@ -15,7 +15,7 @@ from omni_core.choices import Policy, PredictionGuidance, StepKind
 from omni_core.engine import BaseEngine, TrainBatch
 from omni_core.forward_cells import step_of
 from omni_core.forward_needs import ForwardNeeds
-from omni_core.options import DiffusionSamplingConfig, DType, OptimizerConfig
+from omni_core.options import DiffusionSamplingConfig, DType, LoRAConfig, OptimizerConfig
 from omni_core.rollout import BaseRollout
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing import ForwardEngineSuite
@@ -80,10 +80,20 @@ def spec(rollout: BaseRollout, *, kind: StepKind, noise_level: float) -> Samplin
     )
 
 
+@pytest.fixture(params=[LoRAConfig(rank=2, alpha=8.0), None], ids=["lora", "full"])
+def lora(request: pytest.FixtureRequest) -> LoRAConfig | None:
+    """Policies are adapters, or copies of every weight."""
+    config: LoRAConfig | None = request.param
+    return config
+
+
 @pytest.fixture
-def engine(build_engine: Any, tiny_sd3: Path) -> ForwardDiffusersFSDPEngine:
+def engine(
+    build_engine: Any, tiny_sd3: Path, lora: LoRAConfig | None
+) -> ForwardDiffusersFSDPEngine:
     built: ForwardDiffusersFSDPEngine = build_engine(
         tiny_sd3,
+        lora=lora,
         kind=ForwardDiffusersFSDPEngine,
         adapters=("old", "ema"),
         optimizer=OptimizerConfig(lr=1e-2),
@@ -143,7 +153,11 @@ def test_the_old_adapter_samples(engine: ForwardDiffusersFSDPEngine) -> None:
 
 
 def test_other_adapters_are_saved_and_restored(
-    engine: ForwardDiffusersFSDPEngine, build_engine: Any, tiny_sd3: Path, tmp_path: Path
+    engine: ForwardDiffusersFSDPEngine,
+    build_engine: Any,
+    tiny_sd3: Path,
+    lora: LoRAConfig | None,
+    tmp_path: Path,
 ) -> None:
     batch = ode_rows(engine)
     engine.train_batch(batch, error_loss)
@@ -152,6 +166,7 @@ def test_other_adapters_are_saved_and_restored(
     resumed = build_engine(
         tiny_sd3,
         kind=ForwardDiffusersFSDPEngine,
+        lora=lora,
         adapters=("old", "ema"),
         optimizer=OptimizerConfig(lr=1e-2),
     )

@@ -4,12 +4,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from omni_core.options import DType, LoRAConfig
+from omni_core.options import DType, LoRAConfig, LoRAReference
+from omni_core.testing.engine_suite import kl_loss
 from omni_engine_fsdp import PPODiffusersFSDPEngine
+from omni_engine_fsdp.lora import check_targets
 
 ADAPTERS = ("old",)
 
@@ -22,7 +26,7 @@ def engine(build_engine: Any, ranks: ModuleType, tiny_sd3: Path) -> PPODiffusers
     return built
 
 
-def adapter(engine: PPODiffusersFSDPEngine, name: str) -> dict[str, Tensor]:
+def adapter(engine: PPODiffusersFSDPEngine, name: str = "default") -> dict[str, Tensor]:
     return {key: value.clone() for key, value in engine.get_per_tensor_param(adapter=name)}
 
 
@@ -102,10 +106,78 @@ def test_every_weight_is_trained_without_lora(
     assert len(moved) > len(before) / 2
     with engine.use_adapter("default"):
         pass  # names the trained weights
-    with pytest.raises(ValueError, match=r"model\.lora is null"), engine.disable_adapter():
-        pass
-    with pytest.raises(ValueError, match="no adapter named 'default'; there are: none"):
+    with pytest.raises(ValueError, match="no adapter named 'old'; there are: default"):
         engine.copy_adapter("default", "old")
+
+
+# -- a start from files ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An adapter after one step, for PEFT and for diffusers."""
+    engine = build_engine(tiny_sd3, optimizer=ranks.LR)
+    engine.train_batch(ranks.rows([0, 1, 2]), ranks.loss)
+    folder = tmp_path_factory.mktemp("start")
+    engine.export_adapter(folder)
+    return folder
+
+
+def starting_from(path: Path, reference: LoRAReference, **changes: Any) -> LoRAConfig:
+    config = LoRAConfig(rank=2, alpha=8.0, path=str(path), reference=reference)
+    return attrs.evolve(config, **changes)
+
+
+@pytest.mark.parametrize("reference", list(LoRAReference))
+def test_a_lora_starts_from_files_and_keeps_the_reference_that_is_asked_for(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, exported: Path, reference: LoRAReference
+) -> None:
+    config = starting_from(exported, reference)
+    engine = build_engine(tiny_sd3, lora=config, optimizer=ranks.LR)
+    start = adapter(engine)
+    with safe_open(exported / "pytorch_lora_weights.safetensors", framework="pt") as file:
+        assert same(start, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    kl = engine.infer_batch(ranks.rows([0, 1, 2]), kl_loss()).metrics["kl"]
+    if reference is LoRAReference.BASE:
+        assert engine.adapters == ("default",)
+        assert kl.low > 1e-5
+    else:
+        assert engine.adapters == ("default", "reference")
+        assert kl.high < 1e-12  # not the same bits: its weights lie elsewhere
+        engine.train_batch(ranks.rows([0, 1, 2]), kl_loss())
+        assert same(adapter(engine, "reference"), start)
+        assert not same(adapter(engine), start)
+
+
+def test_a_start_of_another_shape_is_refused(
+    build_engine: Any, tiny_sd3: Path, exported: Path, tmp_path: Path
+) -> None:
+    other = starting_from(exported, LoRAReference.BASE, rank=4)
+    with pytest.raises(
+        ValueError, match=r"model\.lora\.path \(.*rank is 2, and model\.lora\.rank is 4"
+    ):
+        build_engine(tiny_sd3, lora=other)
+    missing = starting_from(tmp_path / "nowhere", LoRAReference.BASE)
+    with pytest.raises(FileNotFoundError, match="nowhere' does not exist"):
+        build_engine(tiny_sd3, lora=missing)
+
+
+def test_a_start_has_to_say_its_reference() -> None:
+    with pytest.raises(ValueError, match="has to say its reference: base or initial_policy"):
+        LoRAConfig(path="somewhere")
+    with pytest.raises(ValueError, match="without `path` the policy starts as the base"):
+        LoRAConfig(reference=LoRAReference.INITIAL_POLICY)
+
+
+def test_targets_are_counted() -> None:
+    block = {"to_q": nn.Linear(2, 2), "norm": nn.LayerNorm(2)}
+    module = nn.ModuleDict(
+        {"one": nn.ModuleDict(block), "two": nn.ModuleDict(block), "out": nn.Linear(2, 2)}
+    )
+    module["two"]["to_q"] = nn.Linear(2, 2)
+    assert check_targets(module, ("to_q", "out"), name="x") == {"to_q": 2, "out": 1}
 
 
 # -- named adapters -------------------------------------------------------------------------------

@@ -39,9 +39,13 @@ def no_family_stays() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path) -> Path:
+def out(tmp_path_factory: pytest.TempPathFactory, tiny_sd3: Path, ranks: ModuleType) -> Path:
     """What the ranks left."""
     folder = tmp_path_factory.mktemp("ranks")
+    engine = ranks.build_full(tiny_sd3)
+    for _ in range(2):
+        engine.train_batch(ranks.rows([0, 1, 2]), ranks.KLLoss())
+    (folder / "one-rank.json").write_text(json.dumps(engine.save_checkpoint(folder / "one-rank")))
     script = Path(__file__).with_name("ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = []
@@ -231,6 +235,48 @@ def test_a_checkpoint_of_two_ranks_goes_on_at_one(
     for _ in range(2):
         engine.train_batch(ranks.rows([0, 1, 2]), ranks.loss)
     assert distance(ranks.weights(engine), tensors(out, f"straight-{sharding}", 0)) <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def full(ranks: ModuleType, tiny_sd3: Path) -> dict[str, dict[str, Tensor]]:
+    """Every weight after three steps of one rank, and their average."""
+    engine = ranks.build_full(tiny_sd3)
+    for _ in range(3):
+        engine.train_batch(ranks.rows([0, 1, 2]), ranks.KLLoss())
+    return {policy: ranks.weights(engine, policy) for policy in ("default", "ema")}
+
+
+@pytest.mark.parametrize("policy", ["default", "ema"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_case_27_every_weight_is_trained_against_a_reference_as_on_one_rank(
+    out: Path, full: dict[str, dict[str, Tensor]], sharding: str, policy: str
+) -> None:
+    """CASES 27 without LoRA: float64 weights after 3 steps within 1e-10, the average's too."""
+    for rank in RANKS:
+        assert distance(tensors(out, f"full-{policy}-{sharding}", rank), full[policy]) <= 1e-10
+
+
+def test_case_28_every_weight_goes_on_from_a_checkpoint_at_any_number_of_ranks(
+    out: Path, ranks: ModuleType, tiny_sd3: Path, full: dict[str, dict[str, Tensor]]
+) -> None:
+    """CASES 28: bit for bit at the same two ranks; from two to one, and from one to two, to rounding."""
+    for rank in RANKS:
+        resumed = tensors(out, "full-resumed", rank)
+        for name, value in tensors(out, "full-default-shard", rank).items():
+            assert torch.equal(resumed[name], value), name
+        for policy in ("default", "ema"):
+            assert distance(tensors(out, f"full-back-{policy}", rank), full[policy]) <= 1e-10
+    engine = ranks.build_full(tiny_sd3)
+    engine.load_checkpoint(out / "full-shard", said(out, "full-state-shard")[0])
+    engine.train_batch(ranks.rows([0, 1, 2]), ranks.KLLoss())
+    for policy in ("default", "ema"):
+        assert distance(ranks.weights(engine, policy), full[policy]) <= 1e-10
+
+
+def test_two_ranks_write_one_pipeline(out: Path) -> None:
+    written = load_file(out / "full-pipeline/transformer/diffusion_pytorch_model.safetensors")
+    for name, value in tensors(out, "full-resumed", 0).items():
+        assert torch.equal(written[name.removeprefix("transformer.")], value), name
 
 
 def test_case_7_replay_is_exact_on_two_ranks(out: Path) -> None:

@@ -15,6 +15,9 @@ smoke = _recipe("smoke", "two steps of the quickstart in this process: does it r
 qwen_image_ocr_flow_grpo = _recipe(
     "qwen_image_ocr_flow_grpo", "VeRL-Omni's published OCR settings for Qwen-Image"
 )
+tiny_flow_grpo_full = _recipe(
+    "tiny_flow_grpo_full", "FlowGRPO on every weight of the tiny pipeline, with a KL and an average"
+)
 sd3_ocr_flow_grpo = _recipe("sd3_ocr_flow_grpo", "Flow-GRPO's published OCR settings for SD3.5-M")
 sd3_ocr_verl_omni = _recipe("sd3_ocr_verl_omni", "VeRL-Omni's OCR settings for SD3.5-M")
 sd3_pickscore_flow_grpo = _recipe(

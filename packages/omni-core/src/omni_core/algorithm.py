@@ -50,11 +50,24 @@ class ModelFacts:
     masked_text: bool
     has_adapter: bool
     experts: tuple[str, ...]
+    keeps_policies: bool = attrs.field(
+        default=attrs.Factory(lambda self: self.has_adapter, takes_self=True)
+    )
+    """Policies beside the trained one are kept: adapters, or copies of every weight."""
 
     @classmethod
-    def of(cls, family: ModelFamily, *, has_adapter: bool) -> ModelFacts:
-        """Take what a family declares; nothing is loaded."""
+    def of(
+        cls, family: ModelFamily, *, has_adapter: bool, keeps_policies: bool = False
+    ) -> ModelFacts:
+        """Take what a family declares; nothing is loaded.
+
+        Args:
+            family: Of the model.
+            has_adapter: A LoRA is trained.
+            keeps_policies: The engine keeps other policies without LoRA too.
+        """
         return cls(
+            keeps_policies=has_adapter or keeps_policies,
             family=type(family).__name__,
             masked_text=family.text_layout is TextLayout.MASKED,
             has_adapter=has_adapter,

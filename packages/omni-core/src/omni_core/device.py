@@ -15,6 +15,7 @@ import torch
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl", "mps": "gloo", "cpu": "gloo"}
 _RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU", "xpu": "GPU", "cpu": "CPU", "mps": "CPU"}
+_FUSED = ("cuda", "xpu", "mps")
 _VISIBLE = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
@@ -82,6 +83,11 @@ def collective_backend(device: torch.device | str) -> str:
     kind = torch.device(device).type
     backend = _BACKENDS[kind]
     return backend if kind in ("cpu", "mps") else f"cpu:gloo,{kind}:{backend}"
+
+
+def fuses_optimizers(device: torch.device | str) -> bool:
+    """Whether torch steps all weights on *device* in one kernel; the host's has no gain by it."""
+    return torch.device(device).type in _FUSED
 
 
 def ray_resource(kind: str) -> str:

@@ -441,9 +441,15 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(
-        self, *, adapter: str | None = "default"
+        self, *, adapter: str | None = "default", merged: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole (unsharded) tensors, one at a time: an adapter's, or all weights for None."""
+        """Yield whole (unsharded) tensors, one at a time.
+
+        Args:
+            adapter: A named policy's own: with LoRA its adapter alone, else all weights. None is all
+                weights but the adapters.
+            merged: All weights of that policy, its adapter added in.
+        """
 
     @abstractmethod
     def export_adapter(self, directory: Path, *, adapter: str = "default") -> Path:
@@ -451,6 +457,17 @@ class BaseEngine(ABC):
 
         All ranks call it; the first writes. Returns the file.
         """
+
+    def export_pipeline(self, directory: Path, *, adapter: str = "default") -> Path:
+        """Write a policy as a whole pipeline directory that stock diffusers loads, a LoRA merged.
+
+        All ranks call it; the first writes. Returns the directory.
+
+        Raises:
+            ValueError: this engine writes no pipelines, or not this one.
+        """
+        msg = f"{type(self).__name__} writes no pipelines ({adapter!r} to {directory})"
+        raise ValueError(msg)
 
     @abstractmethod
     def to(
@@ -461,6 +478,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model; leaves every parameter's requires_grad as it was, also by an exception."""
+
+    def use_reference(self) -> AbstractContextManager[None]:
+        """Predict with the reference policy: the base model, unless an engine keeps another one."""
+        return self.disable_adapter()
 
     @property
     def has_adapter(self) -> bool:

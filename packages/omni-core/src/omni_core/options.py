@@ -55,6 +55,15 @@ class Source(enum.StrEnum):
 # -- model ----------------------------------------------------------------------------------------
 
 
+class LoRAReference(enum.StrEnum):
+    """Which policy is the reference of a LoRA that does not start anew."""
+
+    BASE = "base"
+    """The frozen weights without an adapter."""
+    INITIAL_POLICY = "initial_policy"
+    """The base with the adapter that training starts from, kept as a frozen adapter."""
+
+
 @attrs.frozen(kw_only=True)
 class LoRAConfig:
     """Low-rank adapters beside frozen weights (arXiv 2106.09685)."""
@@ -68,6 +77,20 @@ class LoRAConfig:
         default="gaussian", validator=attrs.validators.in_(("gaussian", "kaiming"))
     )
     """How A starts; B starts at zero."""
+    path: str | None = None
+    """Directory of an adapter to start from, as `omni export`, PEFT or diffusers writes it: of the same
+    rank, alpha and targets. None starts anew."""
+    reference: LoRAReference | None = None
+    """With `path`, and only then: which policy a KL is taken to."""
+
+    def __attrs_post_init__(self) -> None:
+        known = " or ".join(LoRAReference)
+        if self.path is not None and self.reference is None:
+            msg = f"reference: a LoRA that starts from `path` has to say its reference: {known}"
+            raise ValueError(msg)
+        if self.path is None and self.reference is not None:
+            msg = "reference: without `path` the policy starts as the base, which is the reference"
+            raise ValueError(msg)
 
 
 @attrs.frozen(kw_only=True)
@@ -154,6 +177,21 @@ class EngineConfig:
         del algorithm, rollout
         return {}
 
+    @property
+    def keeps_policies(self) -> bool:
+        """Whether policies beside the trained one are kept without LoRA too, as copies of every weight."""
+        return False
+
+    @property
+    def optimizers(self) -> tuple[OptimizerKind, ...]:
+        """Values of `optimizer.kind` that it takes."""
+        return (OptimizerKind.ADAMW,)
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether it keeps `optimizer.ema`."""
+        return False
+
 
 class LRSchedule(enum.StrEnum):
     """Learning rate over optimizer steps, after warm-up."""
@@ -163,10 +201,35 @@ class LRSchedule(enum.StrEnum):
     COSINE = "cosine"
 
 
+class OptimizerKind(enum.StrEnum):
+    """Which optimizer steps."""
+
+    ADAMW = "adamw"
+    """AdamW (arXiv 1711.05101)."""
+    ADAMW_8BIT = "adamw_8bit"
+    """AdamW whose moments are kept in 8 bits, in blocks with a scale each (arXiv 2110.02861)."""
+
+
+@attrs.frozen(kw_only=True)
+class EMAConfig:
+    """A moving average of what is trained, kept as the policy `ema`: ema <- d ema + (1 - d) new."""
+
+    decay: float = attrs.field(default=0.999, validator=[not_negative, attrs.validators.lt(1)])
+    every: int = attrs.field(default=1, validator=positive)
+    """Optimizer steps between two updates."""
+    warmup: bool = True
+    """After n updates d is at most (1 + n) / (10 + n), so that a short run does not average its start."""
+
+    def decay_after(self, updates: int) -> float:
+        """d of the update that follows *updates* of them."""
+        return min(self.decay, (1 + updates) / (10 + updates)) if self.warmup else self.decay
+
+
 @attrs.frozen(kw_only=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) and its schedule."""
+    """AdamW and its schedule."""
 
+    kind: OptimizerKind = OptimizerKind.ADAMW
     lr: float = attrs.field(default=3e-4, validator=positive)
     betas: tuple[float, ...] = attrs.field(default=(0.9, 0.999))
     eps: float = attrs.field(default=1e-8, validator=positive)
@@ -179,6 +242,8 @@ class OptimizerConfig:
     """Optimizer steps of the whole run; linear and cosine need it (a trainer fills it in)."""
     max_nonfinite_steps: int = attrs.field(default=3, validator=not_negative)
     """Updates skipped for a non-finite gradient, in a row, before the run ends."""
+    ema: EMAConfig | None = None
+    """None keeps no moving average."""
 
     def rate(self, step: int) -> float:
         """Learning rate of the optimizer step that follows *step* taken ones.
@@ -297,6 +362,10 @@ class RunFacts:
     prompts_per_step: int
     has_adapter: bool = True
     """A LoRA is trained, so that the base model is the reference and other policies are adapters."""
+    keeps_policies: bool = attrs.field(
+        default=attrs.Factory(lambda self: self.has_adapter, takes_self=True)
+    )
+    """Policies beside the trained one are kept: adapters, or copies of every weight."""
     micro_batch_size: int | None = None
     """Rows that a loss may see together; None where that is not known."""
 

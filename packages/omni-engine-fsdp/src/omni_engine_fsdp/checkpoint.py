@@ -1,7 +1,7 @@
 """Tensors go through DCP in its safetensors format, everything else is JSON: no pickle is read.
 
-Saved are every adapter but the teachers' (or, without LoRA, every weight) and the optimizer's moments; of a frozen base
-and of each teacher only a hash. A parameter that never had a gradient has no moments: it is saved and restored as such. A
+Saved are every adapter but the teachers' (or, without LoRA, every weight of every policy but the
+reference) and the optimizer's moments; of a frozen base, of the reference and of each teacher only a hash. A parameter that never had a gradient has no moments: it is saved and restored as such. A
 checkpoint can be read at another world size: each rank reads the parts that it holds.
 """
 
@@ -28,8 +28,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_tensors
 
 from omni_core import device as devices
 from omni_core.engine import CheckpointError
-from omni_engine_fsdp.lora import lora_name
-from omni_engine_fsdp.teachers import adapter_name
+from omni_engine_fsdp import eight_bit
+from omni_engine_fsdp.lora import DEFAULT, lora_name, teacher_adapter
+from omni_engine_fsdp.optimizer import set_rate
+from omni_engine_fsdp.policies import REFERENCE
 
 if TYPE_CHECKING:
     from omni_engine_fsdp.engine import DiffusersFSDPEngine
@@ -41,6 +43,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def kind(engine: DiffusersFSDPEngine) -> dict[str, Any]:
     """Say what a checkpoint belongs to: it is loaded into nothing else."""
     config = engine.model_config.lora
+    optimizer = engine.optimizer_config
     adapter = None
     if config is not None:
         adapter = {
@@ -59,25 +62,34 @@ def kind(engine: DiffusersFSDPEngine) -> dict[str, Any]:
         "family": type(engine.family).__name__,
         "experts": experts,
         "adapter": adapter,
+        "policies": list(engine.adapters) if config is None else None,
         "base": engine.base_hash,
-        "optimizer": engine.optimizer is not None,
+        "optimizer": None if optimizer is None else optimizer.kind.value,
         "weights": sorted(_weights(engine)),
     }
 
 
 def _teachers(engine: DiffusersFSDPEngine) -> set[str]:
-    return {adapter_name(name) for name in engine.teachers}
+    return {teacher_adapter(name) for name in engine.teachers}
 
 
 def _weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     """Saved weights by `expert.name`, sharded."""
     foreign = _teachers(engine)
-    return {
+    own = {
         f"{expert}.{name}": parameter
         for expert, parameters in engine.parameters.items()
         for name, parameter in parameters.items()
         if parameter.requires_grad or (lora_name(name) or (None,))[0] not in {None, *foreign}
     }
+    followers = {
+        f"{policy}:{expert}.{name}": parameter
+        for policy, copy in engine.copies.items()
+        if policy not in (DEFAULT, REFERENCE)
+        for expert, parameters in copy.parameters.items()
+        for name, parameter in parameters.items()
+    }
+    return {**own, **followers}
 
 
 def _moments(engine: DiffusersFSDPEngine) -> dict[str, dict[str, Tensor]]:
@@ -90,8 +102,9 @@ def _moments(engine: DiffusersFSDPEngine) -> dict[str, dict[str, Tensor]]:
 
 def _tensors(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     tensors = {f"weights.{name}": p.detach() for name, p in _weights(engine).items()}
-    for name, state in _moments(engine).items():
-        tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
+    if not eight_bit.is_eight_bit(engine.optimizer):
+        for name, state in _moments(engine).items():
+            tensors.update({f"optimizer.{name}.{moment}": state[moment] for moment in MOMENTS})
     return tensors
 
 
@@ -115,6 +128,8 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
     try:
         with _alone():
             write_tensors(_tensors(engine), storage_writer=writer, no_dist=ranks == 1)
+        if eight_bit.is_eight_bit(engine.optimizer):
+            eight_bit.save(_moments(engine), directory, rank=engine.mesh.rank)
     except (SafetensorError, CheckpointException, OSError) as error:
         msg = f"checkpoint {directory} cannot be written: {_cause(error)}"
         raise CheckpointError(msg) from error
@@ -124,15 +139,13 @@ def save(engine: DiffusersFSDPEngine, directory: Path) -> dict[str, Any]:
         "world_size": ranks,
         "weight_version": engine.weight_version,
         "nonfinite_steps": engine.nonfinite_steps,
+        "ema_updates": engine.ema_updates,
+        "reference": engine.reference_hash,
         "generators": _gather_generators(engine),
     }
     if optimizer is not None:
         steps = {name: float(moments["step"]) for name, moments in _moments(engine).items()}
         state["optimizer_steps"] = steps
-        state["param_groups"] = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
         state["schedule_steps"] = engine.schedule_steps
     return state
 
@@ -148,31 +161,53 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
             first two.
     """
     _check_kind(engine, state)
+    _check_ranks(engine, state)
+    engine.expect_reference(state.get("reference"))
     engine.prepare_weights()
     engine.optimizer_zero_grad()
-    steps: Mapping[str, float] = state.get("optimizer_steps", {})
     wanted = _weights(engine)
     tensors = {f"weights.{name}": p.detach() for name, p in wanted.items()}
+    steps: Mapping[str, float] = state.get("optimizer_steps", {})
+    dense = {} if eight_bit.is_eight_bit(engine.optimizer) else steps
     moments = {
         name: {moment: torch.zeros_like(wanted[name].detach()) for moment in MOMENTS}
-        for name in steps
+        for name in dense
     }
     for name, values in moments.items():
         tensors.update({f"optimizer.{name}.{moment}": value for moment, value in values.items()})
     _read(directory, tensors)
     if engine.optimizer is not None:
-        engine.optimizer.state.clear()
-        for name, values in moments.items():
-            step = torch.tensor(steps[name], dtype=torch.float32)
-            engine.optimizer.state[wanted[name]] = {"step": step, **values}
-        engine.schedule_steps = state["schedule_steps"]
-        for group, saved in zip(engine.optimizer.param_groups, state["param_groups"], strict=True):
-            group.update(saved, **engine.group_options())
+        _restore_optimizer(engine, directory, state, moments)
     engine.weight_version = state["weight_version"]
     engine.nonfinite_steps = state["nonfinite_steps"]
+    engine.ema_updates = state["ema_updates"]
     if state["world_size"] == engine.mesh.size:
         own = state["generators"][engine.mesh.rank]
         devices.set_rng_state({name: _decoded(text) for name, text in own.items()})
+
+
+def _restore_optimizer(
+    engine: DiffusersFSDPEngine,
+    directory: Path,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    optimizer, weights = engine.optimizer, engine.trained()
+    assert optimizer is not None
+    steps: Mapping[str, float] = state["optimizer_steps"]
+    optimizer.state.clear()
+    for name, values in moments.items():
+        optimizer.state[weights[name]] = dict(values)
+    if eight_bit.is_eight_bit(optimizer):
+        own = {name: weights[name] for name in steps}
+        eight_bit.load(optimizer, own, directory, rank=engine.mesh.rank)
+    for name, count in steps.items():
+        # A fused step counts where the weights lie.
+        device = weights[name].device if optimizer.defaults.get("fused") else None
+        optimizer.state[weights[name]]["step"] = torch.tensor(count, device=device)
+    engine.schedule_steps = state["schedule_steps"]
+    set_rate(optimizer, engine.rate)
+    engine.rest_moments()
 
 
 def _check_kind(engine: DiffusersFSDPEngine, state: Mapping[str, Any]) -> None:
@@ -188,6 +223,16 @@ def _check_kind(engine: DiffusersFSDPEngine, state: Mapping[str, Any]) -> None:
             if key != "weights" or len(differing) == 1
         ]
         msg = "the checkpoint is of another kind of run:\n" + "\n".join(lines)
+        raise CheckpointError(msg)
+
+
+def _check_ranks(engine: DiffusersFSDPEngine, state: Mapping[str, Any]) -> None:
+    saved, now = state["world_size"], engine.mesh.size
+    if eight_bit.is_eight_bit(engine.optimizer) and saved != now:
+        msg = (
+            f"the checkpoint was saved by {saved} ranks, and this run has {now}: 8-bit moments are blocks "
+            "of a rank's own shard, so go on with the same number of ranks"
+        )
         raise CheckpointError(msg)
 
 

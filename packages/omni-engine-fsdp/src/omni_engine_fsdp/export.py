@@ -1,7 +1,7 @@
 """A trained adapter as files that stock diffusers and PEFT load with the right scale.
 
 Layout: `pytorch_lora_weights.safetensors` for `pipeline.load_lora_weights(directory)`, with PEFT's
-configuration in its metadata (without it diffusers takes alpha = rank), and `peft/` with
+configuration (rank, alpha, targets) in its metadata (without it diffusers takes alpha = rank), and `peft/` with
 `adapter_config.json` and `adapter_model.safetensors` for PEFT. An engine of several experts writes one
 `peft/EXPERT/` for each, and a folder of its name for each after the first: Wan2.2 takes
 `load_lora_weights(directory / "transformer_2", load_into_transformer_2=True)` beside the first.
@@ -49,7 +49,9 @@ def write_adapter(engine: DiffusersFSDPEngine, directory: Path, adapter: str = D
     """
     config = engine.model_config.lora
     if config is None:
-        msg = "there is no adapter to export: model.lora is null"
+        msg = (
+            "there is no adapter to export: model.lora is null; export_pipeline writes all weights"
+        )
         raise ValueError(msg)
     layers: dict[str, dict[str, Tensor]] = {name: {} for name in engine.denoiser.experts}
     for name, tensor in engine.get_per_tensor_param(adapter=adapter):

@@ -27,13 +27,26 @@ DEFAULT = "default"
 """The adapter that is trained; every other one is frozen."""
 
 
-def check_targets(expert: nn.Module, targets: Sequence[str], *, name: str) -> None:
+def teacher_adapter(teacher: str) -> str:
+    """Name a teacher's adapter beside `default`, `old` and `ema`."""
+    return f"teacher_{teacher}"
+
+
+def is_teacher(adapter: str) -> bool:
+    """Whether an adapter's name is a teacher's."""
+    return adapter.startswith(teacher_adapter(""))
+
+
+def check_targets(expert: nn.Module, targets: Sequence[str], *, name: str) -> dict[str, int]:
     """Check that every target pattern matches a module that LoRA can adapt.
 
     Args:
         expert: Before adapters are injected.
         targets: Suffixes of module names, whole dotted parts.
         name: The expert's, for the message.
+
+    Returns:
+        Target -> number of modules that it matches.
 
     Raises:
         ValueError: a pattern matches nothing; names it, and how many modules each matched.
@@ -52,6 +65,7 @@ def check_targets(expert: nn.Module, targets: Sequence[str], *, name: str) -> No
             f"({len(modules)} there; {matched or 'no pattern'})"
         )
         raise ValueError(msg)
+    return counts
 
 
 def peft_config(config: LoRAConfig, targets: Sequence[str]) -> LoraConfig:
@@ -124,6 +138,17 @@ def _factors(layer: LoraLayer, adapter: str) -> tuple[nn.Parameter, nn.Parameter
     """A and B of a layer, whose product is added to its weight."""
     modules: tuple[Any, Any] = (layer.lora_A[adapter], layer.lora_B[adapter])
     return modules[0].weight, modules[1].weight
+
+
+def factors_of(
+    adapter: Mapping[str, nn.Parameter], weight: str
+) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """Find A and B of the weight of that name among an adapter's parameters; None if it is not adapted."""
+    module, _, leaf = weight.rpartition(".")
+    names = (f"{module}.lora_A.{leaf}", f"{module}.lora_B.{leaf}")
+    if leaf != "weight" or names[0] not in adapter:
+        return None
+    return adapter[names[0]], adapter[names[1]]
 
 
 def layers_of(expert: nn.Module) -> dict[str, LoraLayer]:
@@ -226,12 +251,9 @@ class LoRAAdapterMixin:
         """Predict with another adapter.
 
         Raises:
-            ValueError: no such adapter. Without LoRA, `default` names the trained weights themselves.
+            ValueError: no such adapter.
         """
         layers = self.layers
-        if not layers and name == DEFAULT:
-            yield
-            return
         self._require_adapter(name)
         if all(list(layer.active_adapters) == [name] for layer in layers):
             yield
@@ -241,16 +263,8 @@ class LoRAAdapterMixin:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Predict with the base model; every requires_grad is as before, also after an exception.
-
-        Raises:
-            ValueError: there is no adapter: every weight is trained, and no base is kept.
-        """
-        layers = self.layers
-        if not layers:
-            msg = "there is no adapter to disable: model.lora is null, so no base model is kept"
-            raise ValueError(msg)
-        with switched(layers, lambda layer: layer.enable_adapters(False)):
+        """Predict with the base model; every requires_grad is as before, also after an exception."""
+        with switched(self.layers, lambda layer: layer.enable_adapters(False)):
             yield
 
     @contextmanager
@@ -275,13 +289,14 @@ class LoRAAdapterMixin:
 
     @contextmanager
     def use_policy(self, policy: Policy) -> Iterator[None]:
-        """Predict as another policy does: the base model is the reference, `old` and `ema` are adapters.
+        """Predict as another policy does: `old` and `ema` are adapters, the reference is one or the base.
 
         Raises:
-            ValueError: there is no such adapter, or no base model.
+            ValueError: there is no such adapter.
         """
         name = DEFAULT if policy is Policy.CURRENT else policy.value
-        with self.disable_adapter() if policy is Policy.REFERENCE else self.use_adapter(name):
+        base = policy is Policy.REFERENCE and name not in self.adapters
+        with self.disable_adapter() if base else self.use_adapter(name):
             yield
 
     def _require_adapter(self, name: str) -> None:

@@ -53,7 +53,17 @@ def _delta(layer: LoraLayer, adapter: str) -> Tensor:
     modules: tuple[Any, Any] = (layer.lora_A[adapter], layer.lora_B[adapter])
     down, up = (sharding.whole(module.weight.detach()) for module in modules)
     weight: Any = layer.get_base_layer().weight
-    # B is a convolution of 1 x 1, so the product of the flattened ones holds for both kinds.
+    return added(down, up, scale=layer.scaling[adapter]).reshape(weight.shape)
+
+
+def added(down: Tensor, up: Tensor, *, scale: float) -> Tensor:
+    """What an adapter adds to a weight: scale * B A, [out, the rest flattened].
+
+    Args:
+        down: A, [rank, in], or [rank, in, k, k] of a convolution.
+        up: B, [out, rank], or [out, rank, 1, 1]: a convolution of 1 x 1, so that the product of the
+            flattened ones holds for both kinds.
+        scale: alpha / rank.
+    """
     product: Tensor = up.flatten(1) @ down.flatten(1)
-    scale: float = layer.scaling[adapter]
-    return product.reshape(weight.shape) * scale
+    return product * scale

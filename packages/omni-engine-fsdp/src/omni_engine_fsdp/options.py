@@ -11,7 +11,9 @@ from omni_core.options import (
     AlgorithmConfig,
     DiffusionActorConfig,
     DiffusionRolloutConfig,
+    DType,
     EngineConfig,
+    OptimizerKind,
     divisors,
     positive,
 )
@@ -46,12 +48,23 @@ class RolloutPlacement(enum.StrEnum):
     """Its own copy, which weights are pushed to."""
 
 
+class Offload(enum.StrEnum):
+    """What rests in host memory while it does not work."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+    """The optimizer's moments, between two of its steps."""
+    ALL = "all"
+    """FSDP2's CPU policy: trained weights, gradients and moments, and a base that is sharded. The
+    optimizer steps in host memory; a block is on the device while it runs."""
+
+
 @attrs.frozen(kw_only=True)
 class FSDPEngineConfig(EngineConfig):
     """Engines on PyTorch FSDP2 (`fully_shard`)."""
 
     shard_base: ShardBase = ShardBase.AUTO
-    """Of the frozen weights."""
+    """Of the frozen weights: the base beside an adapter, or the reference where every weight is trained."""
     shard_trained: ShardTrained = ShardTrained.SHARD
     """Of the trained weights and every named adapter. `replicate` is the fastest for a LoRA whose base is
     replicated too."""
@@ -69,6 +82,10 @@ class FSDPEngineConfig(EngineConfig):
     reshard_after_forward: bool | None = None
     """Free gathered weights between a block's forward and backward; None does where the base is
     sharded (and where every weight is trained)."""
+    reduce_dtype: DType | None = None
+    """Format that gradients are averaged over ranks in; None takes that of the trained weights."""
+    offload: Offload = Offload.NONE
+
     keep_graph: bool = False
     """Take the gradient from the graph of sampling, and run no training forward: for one update per
     rollout of this engine's own, where the activations of every trained step fit into memory."""
@@ -135,6 +152,21 @@ class FSDPEngineConfig(EngineConfig):
             )
         return found
 
+    @property
+    def optimizers(self) -> tuple[OptimizerKind, ...]:
+        """8-bit moments need the extra `omni-engine-fsdp[8bit]`."""
+        return (OptimizerKind.ADAMW, OptimizerKind.ADAMW_8BIT)
+
+    @property
+    def keeps_policies(self) -> bool:
+        """Frozen copies of every weight, made where something needs them."""
+        return True
+
+    @property
+    def averages_weights(self) -> bool:
+        """As a frozen adapter, or a copy of every weight."""
+        return True
+
 
 @attrs.frozen(kw_only=True)
 class FSDPDiffusionActorConfig(DiffusionActorConfig):
@@ -151,3 +183,7 @@ class EngineRolloutConfig(DiffusionRolloutConfig):
     merge_lora: bool = False
     """Sample with the adapter merged into the weights (a copy of the adapted ones is held meanwhile).
     Training keeps it apart, so the two differ by rounding, which the canary measures."""
+    offload_encoders: bool = False
+    """Text encoders rest in host memory, and are on the device while they encode."""
+    offload_codec: bool = False
+    """The same of the codec, while it decodes."""

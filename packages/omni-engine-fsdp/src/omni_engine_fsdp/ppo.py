@@ -32,9 +32,9 @@ from omni_engine_fsdp.accumulation import (
     output_of,
 )
 from omni_engine_fsdp.kept_graphs import KeptForward, cut_kept
+from omni_engine_fsdp.lora import teacher_adapter
 from omni_engine_fsdp.micro_batch import MicroBatch, cut
 from omni_engine_fsdp.model_inputs import ModelInputs, gather, score
-from omni_engine_fsdp.teachers import adapter_name
 
 log = structlog.get_logger()
 
@@ -184,7 +184,7 @@ class PPODiffusersFSDPEngine(AccumulatingEngine[MicroBatch]):
 
     def _teacher(self, inputs: ModelInputs, place: int) -> StepPrediction:
         name = list(self.teachers)[place]
-        with torch.no_grad(), self.use_adapter(adapter_name(name)):
+        with torch.no_grad(), self.use_adapter(teacher_adapter(name)):
             return self.prepare_model_outputs(inputs, self._velocity(inputs))
 
     def _checked_teachers(self, batch: TrainBatch) -> tuple[str, ...]:

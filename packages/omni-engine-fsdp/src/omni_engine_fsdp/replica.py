@@ -14,7 +14,8 @@ import torch
 
 from omni_core.rollout import UpdateReport, WeightMismatchError, WeightUpdate, check_version
 from omni_engine_fsdp import sharding
-from omni_engine_fsdp.teachers import is_teacher
+from omni_engine_fsdp.lora import is_teacher
+from omni_engine_fsdp.policies import REFERENCE
 
 
 class Replica:
@@ -23,9 +24,11 @@ class Replica:
     def __init__(self, trained: Any) -> None:
         config = attrs.evolve(trained.engine_config, keep_graph=False)
         self.engine: Any = type(trained)(trained.model_config, config, None, None)
-        adapters = [name for name in trained.adapters if not is_teacher(name)]
+        kept = trained.adapters if trained.has_adapter else ()  # of all weights, one copy
+        adapters = [name for name in kept if not is_teacher(name)]
         for name in adapters[1:]:
-            self.engine.add_adapter(name)
+            if name != REFERENCE:  # which it makes of itself
+                self.engine.add_adapter(name)
         self.engine.initialize()
         self.pushed: dict[str | None, int] = {}
         """Adapter (None: all weights) -> the version that it has."""
@@ -36,7 +39,7 @@ class Replica:
 
     def has(self, adapter: str) -> bool:
         """Whether an adapter is of the version that samples."""
-        name = adapter if self.engine.adapters else None
+        name = adapter if self.engine.has_adapter else None
         version: int = self.engine.weight_version
         return self.pushed.get(name) == version
 

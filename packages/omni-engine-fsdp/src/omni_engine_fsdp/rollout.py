@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +43,9 @@ from omni_engine_fsdp.precision import compute_dtype
 from omni_engine_fsdp.replica import Replica
 from omni_engine_fsdp.request_check import check_requests, pipeline_of
 from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
+
+REST = torch.device("cpu")
+"""Host memory."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -84,7 +88,8 @@ class _Job:
 class EngineRollout(BaseRollout):
     """Samples with an engine's own denoiser; built as `EngineRollout(options, engine=engine)`.
 
-    Conditioner and codec are read when first needed and stay on the engine's device.
+    Conditioner and codec are read when first needed, and stay on the engine's device unless the options
+    let them rest in host memory.
     """
 
     def __init__(self, options: EngineRolloutConfig, *, engine: Any) -> None:
@@ -108,14 +113,16 @@ class EngineRollout(BaseRollout):
     def conditioner(self) -> Conditioner:
         """Of the engine's family, in the model's dtype."""
         loaded: Conditioner = self.engine.family.load_conditioner(self._dtype)
-        loaded.to(self.engine.device)
+        if not self.options.offload_encoders:
+            loaded.to(self.engine.device)
         return loaded
 
     @cached_property
     def codec(self) -> Codec:
         """Of the engine's family, in the model's dtype."""
         loaded: Codec = self.engine.family.load_codec(self._dtype)
-        loaded.to(self.engine.device)
+        if not self.options.offload_codec:
+            loaded.to(self.engine.device)
         return loaded
 
     def setup(self) -> None:
@@ -126,6 +133,18 @@ class EngineRollout(BaseRollout):
         """
         self.latent_shapes()
         _ = self.conditioner
+
+    @contextmanager
+    def _at_work(self, part: Conditioner | Codec, *, rests: bool) -> Iterator[None]:
+        """Have a part that rests in host memory on the engine's device."""
+        if not rests:
+            yield
+            return
+        part.to(self.engine.device)
+        try:
+            yield
+        finally:
+            part.to(REST)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -153,12 +172,15 @@ class EngineRollout(BaseRollout):
         if not prompts:
             raise ValueError("there is no prompt to encode")
         size = self.options.batch_size
-        parts = [
-            self.conditioner.encode(
-                prompts[start : start + size], negative_prompt=negative_prompt, guidance=guidance
-            )
-            for start in range(0, len(prompts), size)
-        ]
+        with self._at_work(self.conditioner, rests=self.options.offload_encoders):
+            parts = [
+                self.conditioner.encode(
+                    prompts[start : start + size],
+                    negative_prompt=negative_prompt,
+                    guidance=guidance,
+                )
+                for start in range(0, len(prompts), size)
+            ]
         return type(parts[0]).concat(parts)
 
     # -- the rollout's form -----------------------------------------------------------------------
@@ -372,7 +394,8 @@ class EngineRollout(BaseRollout):
         """Decode, and count the seconds: between two waits for the device, which works on its own."""
         devices.synchronize(self.engine.device)
         started = time.perf_counter()
-        media = self.codec.decode(latents)
+        with self._at_work(self.codec, rests=self.options.offload_codec):
+            media = self.codec.decode(latents)
         devices.synchronize(self.engine.device)
         self.decode_seconds += time.perf_counter() - started
         return media

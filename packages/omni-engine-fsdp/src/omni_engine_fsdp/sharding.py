@@ -15,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_core import loopback
-from omni_core.device import collective_backend, total_memory
+from omni_core.device import collective_backend, is_accelerator, total_memory
 from omni_engine_fsdp.options import FSDPEngineConfig, ShardBase
 
 
@@ -72,20 +78,25 @@ def shard(
     policy: MixedPrecisionPolicy,
     whole: Collection[nn.Parameter],
     reshard_after_forward: bool,
+    offload: bool = False,
 ) -> None:
     """Shard an expert in place: each unit, then what is left in the root; nothing if all is whole.
 
     Args:
-        expert: On the mesh's device; what is frozen now stays frozen.
+        expert: On the mesh's device (with *offload* its *whole* alone); what is frozen now stays frozen.
         units: Its blocks.
         mesh: Of all ranks: one axis, or copies x parts.
         policy: See `precision.mixed_precision`.
         whole: Parameters that are left alone: every rank keeps all of each.
         reshard_after_forward: Free gathered parameters after the forward of each of the units.
+        offload: Shards, their gradients and moments rest in host memory.
     """
     kept = set(whole)
     if kept.issuperset(expert.parameters()):
         return
+    offloading: OffloadPolicy = OffloadPolicy()
+    if offload:
+        offloading = CPUOffloadPolicy(pin_memory=is_accelerator(mesh.device_type))
     for module in (*units, expert):
         module.register_forward_hook(_owned_outputs)
         fully_shard(
@@ -95,6 +106,7 @@ def shard(
             # Backward starts at the root: what it frees would be gathered again at once.
             reshard_after_forward=reshard_after_forward and module is not expert,
             ignored_params=kept or None,
+            offload_policy=offloading,
         )
 
 

@@ -52,7 +52,9 @@ def _eval(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from omni_trainer.commands import training
 
-    return training.export(args.run, step=args.step, output=args.output)
+    return training.export(
+        args.run, step=args.step, output=args.output, merged=args.merged, policy=args.policy
+    )
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -187,9 +189,20 @@ def build_parser() -> argparse.ArgumentParser:
     _with_run(add("resume", "Go on from the newest complete checkpoint of a run."), _resume)
     _with_step(_with_run(add("eval", "Score a checkpoint on the held-out prompts."), _eval))
     export = _with_step(
-        _with_run(add("export", "Write a checkpoint's LoRA for diffusers."), _export)
+        _with_run(add("export", "Write a checkpoint's LoRA or pipeline for diffusers."), _export)
     )
     export.add_argument("--output", metavar="DIR", help="where to (default: export/ in the run)")
+    export.add_argument(
+        "--merged",
+        action="store_true",
+        help="a whole pipeline, the LoRA merged (always so where every weight was trained)",
+    )
+    export.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="which of the run's policies: default (the trained one), ema, ... (default: the one that "
+        "evaluation.policy names)",
+    )
 
     config = add("config", "Look at a configuration without starting anything.")
     kinds = config.add_subparsers(metavar="COMMAND", required=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from omni_core import plugins
 from omni_core.algorithms.base_options import cps_mistake
-from omni_core.choices import StepKind
+from omni_core.choices import Policy, StepKind
 from omni_core.config import PluginChoice
 from omni_core.options import (
     AlgorithmConfig,
@@ -23,6 +23,7 @@ from omni_core.options import (
 from omni_trainer.launched import launched_ranks
 from omni_trainer.run_config import Backend, DataConfig, EvaluationConfig, TrainerConfig
 
+EMA = Policy.EMA.value
 _LONG = 20
 """Values that fit are listed up to this many."""
 
@@ -51,8 +52,14 @@ def broken_rules(sections: Mapping[str, Any], raw: Mapping[str, Any]) -> Iterato
         yield from _server_rules(rollout, trainer)
     if sections["optimizer"] is not None and algorithm is not None and trainer is not None:
         yield from _schedule_rules(sections["optimizer"], algorithm.options, trainer)
+    if sections["optimizer"] is not None and algorithm is not None:
+        yield from _optimizer_rules(sections["optimizer"], algorithm, sections["engine"])
     if sections["evaluation"] is not None:
         yield from _evaluation_rules(sections["evaluation"], data)
+        if algorithm is not None and sections["optimizer"] is not None:
+            yield from _policy_rules(
+                sections["evaluation"], algorithm.options, sections["optimizer"]
+            )
 
 
 def _plugin_bases(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -79,11 +86,13 @@ def _algorithm_rules(
     model: DiffusionModelConfig | None,
     engine: PluginChoice | None,
 ) -> Iterator[tuple[str, str]]:
+    has_adapter = model is None or model.lora is not None
     facts = RunFacts(
         num_inference_steps=rollout.sampling.num_inference_steps,
         samples_per_prompt=rollout.samples_per_prompt,
         prompts_per_step=data.prompts_per_step,
-        has_adapter=model is None or model.lora is not None,
+        has_adapter=has_adapter,
+        keeps_policies=has_adapter or getattr(engine and engine.options, "keeps_policies", False),
         micro_batch_size=getattr(engine and engine.options, "micro_batch_size", None),
     )
     for path, text in options.mistakes(facts).items():
@@ -209,6 +218,46 @@ def _schedule_rules(
             f"the {optimizer.schedule.value} schedule ends after {optimizer.total_steps} optimizer "
             f"steps, and the run has {steps}: the rest would train with a rate of 0; leave it out, or "
             f"take at least {steps}",
+        )
+
+
+def _optimizer_rules(
+    optimizer: OptimizerConfig, algorithm: PluginChoice, engine: PluginChoice | None
+) -> Iterator[tuple[str, str]]:
+    known = () if engine is None else getattr(engine.options, "optimizers", ())
+    if engine is not None and known and optimizer.kind not in known:
+        yield (
+            "optimizer.kind",
+            f"engine {engine.name!r} has no {optimizer.kind.value}; it has {', '.join(known)}",
+        )
+    if optimizer.ema is None:
+        return
+    if engine is not None and not getattr(engine.options, "averages_weights", False):
+        yield "optimizer.ema", f"engine {engine.name!r} keeps no moving average; leave it out"
+    if EMA in _policies(algorithm.options):
+        yield (
+            "optimizer.ema",
+            f"algorithm {algorithm.name!r} keeps a moving average of its own by that name; leave it out",
+        )
+
+
+def _policies(options: AlgorithmConfig) -> tuple[str, ...]:
+    """Policies beside the trained one that an algorithm keeps."""
+    others: tuple[str, ...] = getattr(options, "other_policies", ())
+    kept = (*others, options.rollout_algo().adapter)
+    return tuple(name for name in kept if name not in ("default", "reference"))
+
+
+def _policy_rules(
+    evaluation: EvaluationConfig, options: AlgorithmConfig, optimizer: OptimizerConfig
+) -> Iterator[tuple[str, str]]:
+    average = () if optimizer.ema is None else (EMA,)
+    known = tuple(dict.fromkeys(("default", *_policies(options), *average)))
+    if evaluation.policy not in known:
+        hint = "; optimizer.ema={} keeps one" if evaluation.policy == EMA else ""
+        yield (
+            "evaluation.policy",
+            f"{evaluation.policy!r} is no policy of this run: {', '.join(known)}{hint}",
         )
 
 

@@ -35,8 +35,6 @@ Pictures = NDArray[np.uint8]
 """[N, H, W, 3], RGB."""
 
 PURPOSE = "validation"
-POLICY = "default"
-"""The trained policy, whichever one samples for training."""
 PLAYED = 4
 """Samples whose videos are brought to the driver."""
 
@@ -141,7 +139,7 @@ class Evaluator:
             WorkerError: a worker failed.
         """
         started = time.perf_counter()
-        self.group.broadcast("update_weights", POLICY)
+        self.group.broadcast("update_weights", self.config.policy)
         prompts: list[PromptScores] = []
         shown: list[Shown] = []
         for rows in self._waves():
@@ -178,7 +176,7 @@ class Evaluator:
             sampling=self.sampling,
             window=lambda seed: (),
             ranks=self.group.size,
-            adapter=POLICY,
+            adapter=self.config.policy,
             weight_version=weight_version,
         )
         samples = sample_and_score(self.group, self.pool, plan, trained=False)
@@ -186,7 +184,7 @@ class Evaluator:
             [source.info for source in samples.sources],
             asked=self.sampling,
             seeds=plan.seeds,
-            adapter=POLICY,
+            adapter=self.config.policy,
             weight_version=weight_version,
         )
         if self.on_error is OnRewardError.RAISE:

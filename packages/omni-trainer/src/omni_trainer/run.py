@@ -105,7 +105,8 @@ def _export(config: RunConfig, run: RunDirectory, group: WorkerGroup) -> None:
     """Write the trained adapter, and where it is: a finished run that is resumed says it again."""
     if config.model.lora is not None:
         run.export.mkdir(exist_ok=True)
-        written: Path = group.broadcast("export_adapter", run.export.absolute())[0]
+        policy = config.evaluation.policy
+        written: Path = group.broadcast("export_adapter", run.export.absolute(), policy)[0]
         call = group.broadcast("stock_call", config.evaluation.sampling)[0]
         write_card(run.export, config, call, load_evaluation(run.evaluations, config.trainer.steps))
         place = str(written.relative_to(run.path.absolute()))
@@ -130,25 +131,45 @@ def evaluate_run(run_dir: Path, *, step: int | None = None) -> Evaluation:
         return evaluator.run(checkpoint.step, weight_version=None)[0]
 
 
-def export_run(run_dir: Path, *, step: int | None = None, output: Path | None = None) -> Path:
-    """Write the adapter of a run's checkpoint for stock pipelines; returns the file.
+def export_run(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    output: Path | None = None,
+    merged: bool = False,
+    policy: str | None = None,
+) -> Path:
+    """Write what a run's checkpoint holds for stock pipelines.
+
+    Args:
+        run_dir: Of the run.
+        step: Of the checkpoint; None takes the newest.
+        output: Where to; None is `export/` in the run, or `export/pipeline/`.
+        merged: A whole pipeline instead of the adapter; a run that trained every weight has no other form.
+        policy: `default` is the trained one, `ema` its moving average; None takes the evaluated one.
+
+    Returns:
+        The adapter's file, or the pipeline's directory.
 
     Raises:
         CheckpointError: no such checkpoint.
-        RunMistakeError: the run trained no adapter.
+        ValueError: no such policy; lists those that the run kept.
     """
     run = RunDirectory.open(run_dir)
     config = run.config().config
-    if config.model.lora is None:
-        msg = f"{run_dir} trained every weight: there is no adapter to export"
-        raise RunMistakeError(msg)
     checkpoint = run.checkpoints(config.checkpoint.keep).at(step)
-    target = output or run.export
+    whole = merged or config.model.lora is None
+    target = output or (run.export / "pipeline" if whole else run.export)
     target.mkdir(parents=True, exist_ok=True)
+    policy = policy or config.evaluation.policy
+    export = "export_pipeline" if whole else "export_adapter"
     with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
-        path: Path = group.broadcast("export_adapter", target.absolute())[0]
+        path: Path = group.broadcast(export, target.absolute(), policy)[0]
         call = group.broadcast("stock_call", config.evaluation.sampling)[0]
-    write_card(target, config, call, load_evaluation(run.evaluations, checkpoint.step))
+    scores = None
+    if policy == config.evaluation.policy:
+        scores = load_evaluation(run.evaluations, checkpoint.step)
+    write_card(target, config, call, scores)
     return path
 
 

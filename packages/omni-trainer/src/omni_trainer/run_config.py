@@ -87,6 +87,9 @@ class EvaluationConfig:
     sampling: DiffusionSamplingConfig = attrs.field(factory=DiffusionSamplingConfig)
     kind: StepKind = StepKind.ODE
     noise_level: float = attrs.field(default=0.0, validator=not_negative)
+    policy: str = "default"
+    """Which policy is scored, and exported at the end: the trained one (`default`), the moving average
+    `ema`, or the one that samples for training."""
     max_prompts: int | None = attrs.field(default=None, validator=optional_positive)
     """Only the first so many prompts of the file; None takes all."""
     batch_size: int = attrs.field(default=256, validator=positive)

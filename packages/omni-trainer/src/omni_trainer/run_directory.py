@@ -182,9 +182,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
         found = Path(path).expanduser().absolute()
         return str(found) if found.exists() else path
 
+    lora = config.model.lora
+    if lora is not None and lora.path is not None:
+        lora = attrs.evolve(lora, path=absolute(lora.path))
     return attrs.evolve(
         config,
-        model=attrs.evolve(config.model, path=absolute(config.model.path)),
+        model=attrs.evolve(config.model, path=absolute(config.model.path), lora=lora),
         algorithm=attrs.evolve(
             config.algorithm, options=config.algorithm_options.with_paths(absolute)
         ),

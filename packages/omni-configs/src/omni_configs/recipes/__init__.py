@@ -31,6 +31,18 @@ def smoke(options: NoOptions) -> Recipe:
     )
 
 
+def tiny_flow_grpo_full(options: NoOptions) -> Recipe:
+    """Train every weight of the tiny signs pipeline, held to its start."""
+    del options
+    return Recipe(
+        yaml=_yaml("tiny_flow_grpo_full"),
+        summary="FlowGRPO on every weight of the tiny signs pipeline, with a KL and a moving average",
+        standing=Standing.SMOKE,
+        hardware="1 CPU core",
+        global_batch="8 prompts x 12",
+    )
+
+
 def sd3_ocr_flow_grpo(options: NoOptions) -> Recipe:
     """Flow-GRPO's OCR experiment on Stable Diffusion 3.5 Medium."""
     del options

@@ -68,12 +68,12 @@ def required(value: Latents | None, what: str) -> Latents:
 
 
 def without_reference(options: AlgorithmConfig, model: ModelFacts) -> str | None:
-    """Say why the loss cannot have its reference, which is the base without its adapter; or None."""
-    if not options.needs_reference or model.has_adapter:
+    """Say why the loss cannot have its reference, the model that training began with; or None."""
+    if not options.needs_reference or model.keeps_policies:
         return None
     return (
-        "its loss looks at the reference policy, the base without its adapter, and every weight is "
-        "trained here, so that no base is kept: set model.lora, or leave the regulariser out"
+        "its loss looks at the reference policy, and every weight is trained here by an engine that "
+        "keeps no copy: set model.lora, or leave the regulariser out"
     )
 
 
@@ -118,7 +118,7 @@ class ReverseAlgorithm(Algorithm):
         return tuple(range(start, stop))
 
     def unsupported(self, model: ModelFacts) -> str | None:
-        """A reference is the base without its adapter."""
+        """A reference has to be kept."""
         return without_reference(self.options, model)
 
     def finish(self, inputs: LossInputs, terms: Tensor, metrics: Mapping[str, Tensor]) -> LossTerms:
@@ -204,12 +204,12 @@ class ForwardAlgorithm(Algorithm):
         return ()
 
     def unsupported(self, model: ModelFacts) -> str | None:
-        """Policies beside the trained one are adapters, or the base without one."""
+        """Policies beside the trained one have to be kept."""
         others = [name for name in self.adapters if name != "default"]
-        if others and not model.has_adapter:
+        if others and not model.keeps_policies:
             return (
-                f"{self.options.title} keeps another policy ({', '.join(others)}) as a second adapter, "
-                "and every weight is trained here: set model.lora"
+                f"{self.options.title} keeps another policy ({', '.join(others)}), and every weight is "
+                "trained here by an engine that keeps no copy: set model.lora"
             )
         return without_reference(self.options, model)
 

@@ -65,13 +65,13 @@ def group_mistakes(title: str, facts: RunFacts) -> dict[str, str]:
 
 
 def policy_mistakes(title: str, facts: RunFacts, *, others: Sequence[str]) -> dict[str, str]:
-    """Say so if policies beside the trained one are needed, and there is no adapter to tell them apart."""
-    if facts.has_adapter or not others:
+    """Say so if policies beside the trained one are needed, and the engine keeps none."""
+    if facts.keeps_policies or not others:
         return {}
     return {
         "name": (
             f"{title}, as configured, compares with another policy ({', '.join(others)}): with every "
-            "weight trained none is kept; set model.lora, or options that look at none"
+            "weight trained this engine keeps none; set model.lora, or options that look at none"
         )
     }
 

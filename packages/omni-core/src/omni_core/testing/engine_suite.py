@@ -164,6 +164,11 @@ class EngineSuite:
         named = engine.get_per_tensor_param(adapter=None)
         return {name: tensor.detach().clone() for name, tensor in named}
 
+    def _needs_reference(self, engine: BaseEngine) -> None:
+        facts = engine.facts()
+        if not engine.has_adapter and not (facts is not None and facts.keeps_policies):
+            pytest.skip("every weight is trained, and it keeps no reference")
+
     def requires_grad(self, engine: Any) -> dict[str, bool]:
         """The requires_grad map of the engine's modules (`engine.denoiser`)."""
         return {
@@ -419,8 +424,7 @@ class EngineSuite:
 
     def test_case_24_the_reference_leaves_requires_grad_alone(self, engine: BaseEngine) -> None:
         """CASES 24: entering and leaving, also by an exception, changes no parameter's flag."""
-        if not engine.has_adapter:
-            pytest.skip("there is no adapter to disable")
+        self._needs_reference(engine)
         before = self.requires_grad(engine)
         assert True in before.values()
         with engine.disable_adapter():
@@ -434,14 +438,25 @@ class EngineSuite:
         self, engine: BaseEngine, batch: TrainBatch
     ) -> None:
         """CASES 24: a fresh adapter is the base model; a trained one is not."""
-        if not engine.has_adapter:
-            pytest.skip("there is no reference without an adapter")
+        self._needs_reference(engine)
         loss = self.kl_loss
         assert engine.infer_batch(batch, loss).metrics["kl"].high == 0.0
         engine.train_batch(batch, loss)
         kl = engine.infer_batch(batch, loss).metrics["kl"]
         assert kl.mean > 0.0
         assert kl.low >= 0.0
+
+    def test_case_23_merged_weights_are_all_of_the_policys(
+        self, engine: BaseEngine, batch: TrainBatch
+    ) -> None:
+        """CASES 23: a fresh adapter merged is the base; a trained one changes it, under the same names."""
+        base = {n: t.detach().clone() for n, t in engine.get_per_tensor_param(adapter=None)}
+        for name, value in engine.get_per_tensor_param(merged=True):
+            assert torch.equal(value, base[name]), name
+        engine.train_batch(batch, self.policy_loss)
+        found = dict(engine.get_per_tensor_param(merged=True))
+        assert found.keys() == base.keys()
+        assert not all(torch.equal(value, base[name]) for name, value in found.items())
 
     # -- checkpoints -------------------------------------------------------------------------------
 

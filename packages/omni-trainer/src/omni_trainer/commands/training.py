@@ -76,13 +76,22 @@ def evaluate(run: str, *, step: int | None) -> int:
 
 
 @_driven
-def export(run: str, *, step: int | None, output: str | None) -> int:
-    """Write a checkpoint's adapter and say how it is loaded."""
+def export(
+    run: str, *, step: int | None, output: str | None, merged: bool, policy: str | None
+) -> int:
+    """Write a checkpoint's adapter, or a whole pipeline, and say how it is loaded."""
     from omni_trainer.run import export_run
 
-    path = export_run(Path(run), step=step, output=None if output is None else Path(output))
-    print(f'{path}\nload it: pipeline.load_lora_weights("{path.parent}")')
+    target = None if output is None else Path(output)
+    path = export_run(Path(run), step=step, output=target, merged=merged, policy=policy)
+    print(f"{path}\nload it: {_how_to_load(path)}")
     return OK
+
+
+def _how_to_load(path: Path) -> str:
+    if (path / "model_index.json").is_file():
+        return f'DiffusionPipeline.from_pretrained("{path}")'
+    return f'pipeline.load_lora_weights("{path.parent}")'
 
 
 def _watched(run_dir: Path, run: Callable[[], RunSummary]) -> int:

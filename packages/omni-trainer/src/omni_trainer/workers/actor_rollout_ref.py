@@ -245,8 +245,8 @@ class ActorRolloutRefWorker:
         return _log_probs(self.training.infer_batch(train_batch(trajectories, plan)).log_probs)
 
     def infer_ref_batch(self, plan: OptimizerStepPlan, *trajectories: Trajectory) -> Tensor:
-        """The same of the reference: the base without its adapter."""
-        with self.training.engine.disable_adapter():
+        """The same of the reference."""
+        with self.training.engine.use_reference():
             return self.infer_actor_batch(plan, *trajectories)
 
     def canary(self, *trajectories: Trajectory) -> CanaryReport:
@@ -345,6 +345,13 @@ class ActorRolloutRefWorker:
 
     def _push(self, adapter: str | None, version: int) -> None:
         lora = self.config.actor.model.lora
+        policy = self.config.actor.loss.options.rollout_algo().adapter
+        if lora is None and policy != "default":
+            msg = (
+                f"rollout.name: {self.config.rollout} is pushed one policy where every weight is trained, and "
+                f"{policy!r} samples beside the trained one: sample with the trained module, or set model.lora"
+            )
+            raise ValueError(msg)
         tensors = dict(self.training.engine.get_per_tensor_param(adapter=adapter))
         self.rollout.pause()
         report = self.rollout.update(
@@ -403,6 +410,10 @@ class ActorRolloutRefWorker:
     def export_adapter(self, directory: Path, adapter: str = "default") -> Path:
         """Write a LoRA for stock pipelines; returns the file."""
         return self.training.engine.export_adapter(directory, adapter=adapter)
+
+    def export_pipeline(self, directory: Path, adapter: str = "default") -> Path:
+        """Write a whole pipeline for stock diffusers, a LoRA merged; returns its directory."""
+        return self.training.engine.export_pipeline(directory, adapter=adapter)
 
     def peak_memory(self) -> int:
         """Most bytes that the device held; 0 where that is not counted."""

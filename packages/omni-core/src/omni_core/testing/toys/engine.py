@@ -415,16 +415,18 @@ class ToyEngine(BaseEngine):
             group["lr"] = config.rate(steps)
 
     def get_per_tensor_param(
-        self, *, adapter: str | None = "default"
+        self, *, adapter: str | None = "default", merged: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield an adapter's tensors, or the weights under the names that they have without LoRA."""
-        if adapter is not None:
+        if adapter is not None and not merged:
             self._require_adapter()
             yield from lora.tensors(self.module, adapter).items()
             return
+        added = lora.products(self.module, adapter) if adapter is not None else {}
         for name, parameter in self.module.named_parameters():
             if ".lora_" not in name:
-                yield name.replace(".base.", "."), parameter
+                value = parameter.detach() + added[name] if name in added else parameter
+                yield name.replace(".base.", "."), value
 
     def export_adapter(self, directory: Path, *, adapter: str = "default") -> Path:
         """Write the adapter as .npy files with an index: no stock pipeline knows the toy."""

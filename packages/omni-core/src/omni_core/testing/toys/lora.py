@@ -100,6 +100,15 @@ def tensors(module: nn.Module, adapter: str) -> dict[str, Tensor]:
     return found
 
 
+def products(module: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """What the adapter adds to each weight that it adapts, by the weight's name: alpha / rank * B A."""
+    found = {}
+    for name, layer in layers(module).items():
+        down, up = layer.lora_A[adapter].detach(), layer.lora_B[adapter].detach()
+        found[f"{name}.base.weight"] = (up @ down) * (layer.config.alpha / layer.config.rank)
+    return found
+
+
 @contextmanager
 def active(module: nn.Module, adapter: str | None) -> Iterator[None]:
     """Run with *adapter* (None: the base), and with what was active before on leaving."""
