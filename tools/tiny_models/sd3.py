@@ -24,7 +24,13 @@ from tiny_models.text import (
 
 
 def build_tiny_sd3(
-    directory: Path, *, seed: int = 0, shift: float = 3.0, dtype: torch.dtype = torch.float32
+    directory: Path,
+    *,
+    seed: int = 0,
+    shift: float = 3.0,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    heads: int = 2,
 ) -> Path:
     """Write a StableDiffusion3Pipeline of random weights.
 
@@ -33,14 +39,16 @@ def build_tiny_sd3(
         seed: Of the weights.
         shift: Of the scheduler.
         dtype: What the weights are stored in.
+        layers: Blocks of the transformer: more of both is slower, for measuring.
+        heads: Its attention heads, of 16 channels each.
 
     Returns:
         *directory*.
     """
-    return saved(lambda: _sd3(shift), directory, seed=seed, dtype=dtype)
+    return saved(lambda: _sd3(shift, layers, heads), directory, seed=seed, dtype=dtype)
 
 
-def _sd3(shift: float) -> StableDiffusion3Pipeline:
+def _sd3(shift: float, layers: int, heads: int) -> StableDiffusion3Pipeline:
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
@@ -48,11 +56,11 @@ def _sd3(shift: float) -> StableDiffusion3Pipeline:
             patch_size=2,
             in_channels=8,
             out_channels=8,
-            num_layers=2,
+            num_layers=layers,
             attention_head_dim=16,
-            num_attention_heads=2,
+            num_attention_heads=heads,
             joint_attention_dim=T5_DIM,
-            caption_projection_dim=32,
+            caption_projection_dim=16 * heads,
             pooled_projection_dim=2 * CLIP_DIM,
             pos_embed_max_size=4,
             qk_norm="rms_norm",
