@@ -1,5 +1,6 @@
 """The README's script, run as it stands on what a run left behind."""
 
+import json
 import os
 import re
 import subprocess
@@ -46,6 +47,36 @@ def test_case_22_the_script_draws_the_trainers_own_pictures(run, tmp_path):
     # Another batch size moves a value by one unit in the last place, hence a pixel by one level.
     assert difference(drawn, after) <= 1
     assert difference(drawn, before) > 20
+
+
+@pytest.mark.timeout(300)  # some 30 s of one quiet core
+def test_five_lines_train_a_reward_and_prompts_of_ones_own(tmp_path):
+    """The README's shell, as it stands, in an empty folder."""
+    (shell,) = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(shell.splitlines()) == 5
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+
+    done = subprocess.run(
+        ["sh", "-e", "-c", shell],
+        check=False,
+        cwd=tmp_path,
+        timeout=280,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "the files can be trained on" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "runs/red/metrics.jsonl").open()]
+    redness = [line["reward/mean"] for line in lines[1:]]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert all(0.0 < value < 1.0 for value in redness)
+    assert lines[-1]["heldout/reward_mean"] > lines[0]["heldout/reward_mean"]
+    assert lines[-1]["reward/unscored"] == lines[-1]["rollout/cut_prompts"] == 0.0
+    assert (tmp_path / "runs/red/grids/before_after.png").exists()
+    (exported,) = (tmp_path / "runs/red/export").glob("*.safetensors")
+    assert exported.stat().st_size > 0
 
 
 def test_the_config_of_ones_own_run_is_valid(tmp_path):
