@@ -50,24 +50,27 @@ class ModelFacts:
     masked_text: bool
     has_adapter: bool
     experts: tuple[str, ...]
-    keeps_policies: bool = attrs.field(
-        default=attrs.Factory(lambda self: self.has_adapter, takes_self=True)
-    )
-    """Policies beside the trained one are kept: adapters, or copies of every weight."""
+    keeps_copies: bool = False
+    """The engine keeps other policies as copies of every weight where there is no adapter."""
+
+    @property
+    def keeps_policies(self) -> bool:
+        """Policies beside the trained one are kept: adapters, or copies of every weight."""
+        return self.has_adapter or self.keeps_copies
 
     @classmethod
     def of(
-        cls, family: ModelFamily, *, has_adapter: bool, keeps_policies: bool = False
+        cls, family: ModelFamily, *, has_adapter: bool, keeps_copies: bool = False
     ) -> ModelFacts:
         """Take what a family declares; nothing is loaded.
 
         Args:
             family: Of the model.
             has_adapter: A LoRA is trained.
-            keeps_policies: The engine keeps other policies without LoRA too.
+            keeps_copies: The engine keeps other policies without LoRA too.
         """
         return cls(
-            keeps_policies=has_adapter or keeps_policies,
+            keeps_copies=keeps_copies,
             family=type(family).__name__,
             masked_text=family.text_layout is TextLayout.MASKED,
             has_adapter=has_adapter,

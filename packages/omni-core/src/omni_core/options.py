@@ -362,12 +362,15 @@ class RunFacts:
     prompts_per_step: int
     has_adapter: bool = True
     """A LoRA is trained, so that the base model is the reference and other policies are adapters."""
-    keeps_policies: bool = attrs.field(
-        default=attrs.Factory(lambda self: self.has_adapter, takes_self=True)
-    )
-    """Policies beside the trained one are kept: adapters, or copies of every weight."""
+    keeps_copies: bool = False
+    """The engine keeps other policies as copies of every weight where there is no adapter."""
     micro_batch_size: int | None = None
     """Rows that a loss may see together; None where that is not known."""
+
+    @property
+    def keeps_policies(self) -> bool:
+        """Policies beside the trained one are kept: adapters, or copies of every weight."""
+        return self.has_adapter or self.keeps_copies
 
 
 @attrs.frozen(kw_only=True)

@@ -149,7 +149,7 @@ class DiffusersFSDPEngine(PolicyMixin, BaseEngine):
 
     def facts(self) -> ModelFacts:
         """Take what the family of the pipeline declares."""
-        return ModelFacts.of(self._asked_family, has_adapter=self.has_adapter, keeps_policies=True)
+        return ModelFacts.of(self._asked_family, has_adapter=self.has_adapter, keeps_copies=True)
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength] | None:
         """Ask the family of the pipeline, which reads its tokenizer alone."""

@@ -92,7 +92,7 @@ def _algorithm_rules(
         samples_per_prompt=rollout.samples_per_prompt,
         prompts_per_step=data.prompts_per_step,
         has_adapter=has_adapter,
-        keeps_policies=has_adapter or getattr(engine and engine.options, "keeps_policies", False),
+        keeps_copies=getattr(engine and engine.options, "keeps_policies", False),
         micro_batch_size=getattr(engine and engine.options, "micro_batch_size", None),
     )
     for path, text in options.mistakes(facts).items():
