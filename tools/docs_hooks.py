@@ -25,10 +25,20 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "index.md", content=readme.replace("](docs/", "](")))
+    files.append(File.generated(config, "index.md", content=LINK.sub(_of_readme, readme)))
     said = "\n".join(configuration_page())
     files.append(File.generated(config, "reference/configuration.md", content=said))
     return files
+
+
+def _of_readme(link: re.Match[str]) -> str:
+    """Turn a link from the root of the repository into one from docs/, or into its text."""
+    inside = link[2].startswith("docs/")
+    return f"[{link[1]}]({link[2].removeprefix('docs/')})" if inside else _plain(link)
+
+
+def _plain(link: re.Match[str]) -> str:
+    return f"`{link[1].strip('`')}`"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -46,7 +56,7 @@ def _without_leaving(text: str, folder: PurePosixPath) -> str:
         target = link[2].partition("#")[0]
         found = (DOCS / folder / target).resolve()
         inside = found.is_relative_to(DOCS) or not found.exists()
-        return link.group() if inside else f"`{link[1].strip('`')}`"
+        return link.group() if inside else _plain(link)
 
     return LINK.sub(kept, text)
 
