@@ -68,7 +68,8 @@ def test_five_lines_train_a_reward_and_prompts_of_ones_own(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert "the files can be trained on" in done.stdout
-    lines = [json.loads(line) for line in (tmp_path / "runs/red/metrics.jsonl").open()]
+    written = (tmp_path / "runs/red/metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
     redness = [line["reward/mean"] for line in lines[1:]]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert all(0.0 < value < 1.0 for value in redness)
