@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 
 from omni_rollout_vllm.vllm_hooks import torchvision_importable
@@ -165,21 +163,8 @@ def ready(sd3_rollout: VllmOmniRollout, adapter: dict[str, Tensor]) -> VllmOmniR
 
 
 @pytest.fixture(scope="session")
-def qwen() -> Callable[[Path], VllmOmniRollout]:
-    """Start a rollout of a Qwen-Image folder, READY with the weights that the folder has.
-
-    No engine of ours trains that family, so what the rollout reads of one is given as it is.
-    """
-
-    def start(path: Path) -> VllmOmniRollout:
-        pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=512)
-        model = DiffusionModelConfig(path=str(path), pipeline=pipeline, lora=None)
-        made = VllmOmniRollout(
-            make_options(),
-            engine=SimpleNamespace(model_config=model, get_data_parallel_rank=lambda: 0),
-        )
-        weights = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
-        push_weights(made, {f"transformer.{n}": v for n, v in weights.items()}, adapter=None)
-        return made
-
-    return start
+def qwen_engine(engine: PPODiffusersFSDPEngine, tiny_qwen: Path) -> PPODiffusersFSDPEngine:
+    """The training engine of the tiny Qwen-Image, of every weight, in the process group of the other."""
+    del engine
+    pipeline = DiffusionPipelineConfig(height=16, width=16, max_sequence_length=512)
+    return make_engine(DiffusionModelConfig(path=str(tiny_qwen), pipeline=pipeline, lora=None))
