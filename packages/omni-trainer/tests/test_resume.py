@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from omni_trainer.run_directory import RunDirectory, RunDirectoryError
+from omni_trainer.run_directory import RunDirectory, RunDirectoryError, write_json
+from omni_trainer.run_status import RunState, read_status
 
 
 def checkpoint(directory, step):
@@ -90,10 +91,12 @@ def test_other_prompts_are_refused(train, stopped, tmp_path):
 def test_a_run_that_ended_before_its_export_is_exported(train):
     first = train(*RUN)
     (first.run_dir / "exported.json").unlink()
+    write_json(first.run_dir / "status.json", {"state": "running"})
     again = train(*RUN, resume=True)
 
     assert again.finished_before
     assert again.export == first.export
+    assert read_status(first.run_dir).state is RunState.FINISHED
 
 
 def test_a_config_that_was_edited_is_told_and_kept(train, stopped, capsys):

@@ -180,6 +180,24 @@ def test_an_update_reports_what_it_did(worker):
     assert worker.update_weights() == 2
 
 
+def test_nothing_follows_a_step_that_was_skipped(worker, monkeypatch):
+    """Or another policy would change under a version that was pushed already."""
+    followed = []
+    for name in ("after_update", "after_rollout"):
+        monkeypatch.setattr(
+            worker.algorithm, name, lambda _, optimizer_step, name=name: followed.append(name)
+        )
+    trajectories = sampled(worker)
+    good = step(ALL[:3])
+    bad = attrs.evolve(step(ALL[3:]), advantages=(float("nan"),) * 3)
+    plan = UpdatePlan(steps=(bad,), sources=(0, 1))
+    assert worker.update_actor(plan, False, *trajectories).skipped == 1
+    assert followed == []
+    plan = UpdatePlan(steps=(bad, good), sources=(0, 1))
+    assert worker.update_actor(plan, False, *trajectories).skipped == 1
+    assert followed == ["after_update", "after_rollout"]
+
+
 def test_an_update_without_rows_does_nothing(worker):
     before = weights(worker)
     result = worker.update_actor(UpdatePlan(steps=(), sources=()), False)

@@ -187,6 +187,8 @@ class Algorithm(ABC):
     def after_update(self, adapters: AdapterOperations, *, optimizer_step: int) -> None:
         """Do what follows an optimizer step: copies and moving averages of adapters.
 
+        Not called for a step that was skipped for a gradient that is not finite.
+
         Args:
             adapters: What can be done.
             optimizer_step: Optimizer steps taken so far.

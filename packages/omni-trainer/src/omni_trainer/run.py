@@ -16,7 +16,7 @@ from omni_trainer.evaluation import Evaluation, load_evaluation
 from omni_trainer.export_card import write_card
 from omni_trainer.group import WorkerError, WorkerGroup
 from omni_trainer.run_directory import RunDirectory, with_absolute_paths, write_json
-from omni_trainer.run_status import recorded
+from omni_trainer.run_status import RunState, read_status, recorded
 from omni_trainer.summary import EXPORTED, RunSummary, summarise
 
 log = structlog.get_logger()
@@ -63,9 +63,7 @@ def run_training(
         first = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None and first >= config.trainer.steps:
             log.warning("run.finished_already", steps=first, run=str(run_dir))
-            if not (run.path / EXPORTED).exists():  # it ended between its last save and its export
-                with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
-                    _export(config, run, group)
+            _finish(config, run, checkpoint)
         else:
             with recorded(run.path):
                 _train(config, run, prompts, checkpoint)
@@ -73,6 +71,18 @@ def run_training(
     return attrs.evolve(
         summary, trained=config.trainer.steps - first, seconds=time.perf_counter() - begun
     )
+
+
+def _finish(config: RunConfig, run: RunDirectory, checkpoint: Checkpoint) -> None:
+    """Do what a run left undone that ended between its last save and its end."""
+    exported = config.model.lora is None or (run.path / EXPORTED).exists()
+    status = read_status(run.path)
+    if exported and status is not None and status.state is RunState.FINISHED:
+        return
+    with recorded(run.path):
+        if not exported:
+            with loaded(attrs.evolve(config, reward=None), checkpoint) as (group, _):
+                _export(config, run, group)
 
 
 def _train(

@@ -160,10 +160,12 @@ class ToyTraining:
 
     def update(self) -> None:
         """Train on one rollout, with what the algorithm does afterwards."""
+        before = self.engine.weight_version
         self.engine.train_batch(self.batch(), self.loss)
         taken = self.engine.weight_version
-        self.algorithm.after_update(self.engine, optimizer_step=taken)
-        self.algorithm.after_rollout(self.engine, optimizer_step=taken)
+        if taken > before:
+            self.algorithm.after_update(self.engine, optimizer_step=taken)
+            self.algorithm.after_rollout(self.engine, optimizer_step=taken)
         self.step += 1
 
     def gradients(self, batch: TrainBatch) -> dict[str, Tensor]:

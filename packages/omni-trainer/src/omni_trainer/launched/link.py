@@ -35,7 +35,8 @@ _END = "end"
 @cache
 def launchers_store() -> Any:
     """Return the store that MASTER_ADDR and MASTER_PORT name."""
-    if os.environ.get("MASTER_ADDR") in ("localhost", process.LOOPBACK):
+    here = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if here or os.environ.get("MASTER_ADDR") in ("localhost", process.LOOPBACK):
         process.stay_on_loopback()
     found: Any = next(iter(rendezvous("env://")))
     return _PrefixStore("omni", found[0])

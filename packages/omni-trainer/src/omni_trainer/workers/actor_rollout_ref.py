@@ -301,10 +301,17 @@ class ActorRolloutRefWorker:
             for i, batch in enumerate(batches):
                 old = _log_probs(self.training.infer_batch(batch).log_probs)
                 batches[i], parts[i] = with_old_log_probs(batch, old, correction, plan.floor)
+        first = self.training.weight_version
         for batch, part in zip(batches, parts, strict=True):
+            before = self.training.weight_version
             part.update(self.training.train_batch(batch).metrics)
-            self.algorithm.after_update(self.training, optimizer_step=self.training.optimizer_steps)
-        self.algorithm.after_rollout(self.training, optimizer_step=self.training.optimizer_steps)
+            # Nothing follows a step that was skipped: a weight version names every policy.
+            if self.training.weight_version > before:
+                taken = self.training.optimizer_steps
+                self.algorithm.after_update(self.training, optimizer_step=taken)
+        if self.training.weight_version > first:
+            taken = self.training.optimizer_steps
+            self.algorithm.after_rollout(self.training, optimizer_step=taken)
         self.training.engine.end_rollout()
         lr = parts[-1]["lr"].mean if parts else None
         skipped = round(sum(part["skipped"].total for part in parts))
