@@ -591,6 +591,8 @@ class DiffusersFSDPEngine(PolicyMixin, BaseEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors one at a time, detached, on the engine's device; a collective.
 
+        With `offload: all`, those that are sharded are in host memory.
+
         Names are the expert's, a dot, and the name that a stock module or LoRA file has:
         `transformer.blocks.0.to_q.lora_A.weight`, or `transformer.blocks.0.to_q.weight`.
 

@@ -55,7 +55,7 @@ class PolicyMixin(LoRAAdapterMixin):
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the policies that are kept; the first is trained, the reference is not among them."""
+        """Names of the policies that are kept, the trained one first; without LoRA the reference is not among them."""
         return super().adapters or tuple(name for name in self.copies if name != REFERENCE)
 
     @contextmanager

@@ -11,7 +11,10 @@ import attrs
 
 @attrs.define
 class Counts:
-    """Written under the pool's lock."""
+    """Rows, seconds, queue and restarts are written under the pool's lock, by engines' threads too.
+
+    What pushes took is written without it, by the thread that pushes and that takes the counts.
+    """
 
     rows: int = 0
     busy_seconds: float = 0.0

@@ -33,7 +33,7 @@ class Backend(enum.StrEnum):
     """Where the workers live."""
 
     LOCAL = "local"
-    """In the driver's own process: one rank."""
+    """In the driver's own process, or the processes of torchrun."""
     RAY = "ray"
     """Ray actors: one for each rank, and scorers beside them."""
 
@@ -159,7 +159,7 @@ class SeedsConfig:
     rollout: int = 0
     """Noise and windows of training samples, and noise of held-out ones."""
     reward: int = 0
-    """What a scorer draws."""
+    """What a scorer draws, where it has a process of its own (`trainer.backend: ray`)."""
     train: int = 0
     """Start of the adapters, and how rows are cut into optimizer steps."""
 
