@@ -103,7 +103,7 @@ _ALL = (
         "A worker or the driver raised what is shown.",
         "Read its first line: it names role, rank and error. `omni resume RUN` goes on from the last checkpoint.",
     ),
-    _learning(
+    _stopped(
         "interrupted",
         "The run was interrupted",
         "Ctrl-C or SIGTERM ended it before its last step.",
@@ -111,7 +111,7 @@ _ALL = (
     ),
     _learning(
         "constant_reward",
-        "The reward tells samples of a prompt not apart",
+        "The reward does not tell the samples of a prompt apart",
         "All samples of most groups have the same score, so their advantages are exactly 0 and nothing is learned from them.",
         "Look at the pictures and at `reward/min` and `reward/max`. A constant reward is a scorer that does not see the picture, or "
         "prompts that are too easy or too hard; more noise (`algorithm.noise_level`) or more samples "
