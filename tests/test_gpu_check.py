@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from omni_core.plugins import MODELS, registry
+
 CHECK = Path(__file__).resolve().parents[1] / "tools" / "gpu_check"
 
 
 @pytest.fixture(scope="module")
 def check():
-    """Modules of tools/gpu_check, whose names are taken back."""
+    """Modules of tools/gpu_check, whose names and family are taken back."""
     before = set(sys.modules)
     sys.path[:0] = [str(CHECK), str(CHECK.parent)]
     try:
         yield importlib.import_module("check")
     finally:
+        for name in registry(MODELS).registered():
+            registry(MODELS).unregister(name)
         sys.path[:] = [p for p in sys.path if p not in (str(CHECK), str(CHECK.parent))]
         ours = ("check", "measure", "random_sd3", "prepare_wheels", "tiny_models")
         for name in set(sys.modules) - before:
