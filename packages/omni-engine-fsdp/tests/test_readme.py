@@ -30,9 +30,8 @@ def test_the_loop_of_the_readme_trains_without_ray(tiny_sd3: Path, tmp_path: Pat
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = re.findall(
-        r"^step (\d), rank (\d) of 2: gradient norm (\S+)$", done.stdout, re.MULTILINE
-    )
+    # Without a buffer two ranks' lines may come between each other's text and line end.
+    found = re.findall(r"step (\d), rank (\d) of 2: gradient norm ([\d.e+-]+)", done.stdout)
     assert sorted((step, rank) for step, rank, _ in found) == [
         ("1", "0"),
         ("1", "1"),

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,9 @@ def test_decoded_pixels_are_those_of_the_stock_pictures(
     assert np.array_equal(found.numpy(), np.stack([np.asarray(picture) for picture in pictures]))
 
 
+@pytest.mark.skipif(
+    find_spec("torchao") is not None, reason="torchao says things of its own when it is imported"
+)
 def test_loading_the_family_says_nothing_of_what_it_does_without() -> None:
     """transformers tells of image processors without torchvision as stock pipelines are imported."""
     found = subprocess.run(
