@@ -34,8 +34,8 @@ def metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def reproducible(line: dict[str, float]) -> dict[str, float]:
-    """All but timings, and what follows from them."""
-    timed = ("time/", "rollout/push_", "rollout/images_per_second")
+    """All but timings, what follows from them, and memory."""
+    timed = ("time/", "memory/", "rollout/push_", "rollout/images_per_second")
     return {name: value for name, value in line.items() if not name.startswith(timed)}
 
 
