@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 import pytest
 
+from omni_core.choices import RewardScale
 from omni_core.options import (
     AlgorithmConfig,
+    DiffusionRolloutConfig,
+    DiffusionSamplingConfig,
     LRSchedule,
+    OnRewardError,
     OptimizerConfig,
+    OptimizerKind,
+    RewardConfig,
     RunFacts,
+    ScheduleSource,
     Source,
+    WeightTransport,
 )
 
 
@@ -55,6 +64,23 @@ def test_a_decaying_schedule_without_its_length_is_refused() -> None:
 def test_values_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"must be|expected two numbers"):
         OptimizerConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "member"),
+    [
+        (OptimizerConfig, "kind", OptimizerKind.ADAMW_8BIT),
+        (OptimizerConfig, "schedule", LRSchedule.COSINE),
+        (AlgorithmConfig, "reward_scale", RewardScale.GROUP),
+        (RewardConfig, "on_error", OnRewardError.MASK),
+        (DiffusionSamplingConfig, "schedule", ScheduleSource.LINEAR),
+        (DiffusionRolloutConfig, "transport", WeightTransport.OBJECT_STORE),
+    ],
+)
+def test_a_choice_may_be_given_as_its_name(options: Any, name: str, member: Any) -> None:
+    assert getattr(options(**{name: member.value}), name) is member
+    with pytest.raises(ValueError, match="typo"):
+        options(**{name: "typo"})
 
 
 def test_options_are_frozen() -> None:

@@ -11,8 +11,14 @@ from torch import Tensor
 
 from omni_core.options import DType, LoRAConfig
 from omni_core.testing.engine_suite import kl_loss
-from omni_engine_fsdp import PPODiffusersFSDPEngine, ShardBase
-from omni_engine_fsdp.options import Offload
+from omni_engine_fsdp import (
+    EngineRolloutConfig,
+    FSDPEngineConfig,
+    PPODiffusersFSDPEngine,
+    RolloutPlacement,
+    ShardBase,
+)
+from omni_engine_fsdp.options import Offload, ShardTrained
 from omni_engine_fsdp.precision import check_masters, mixed_precision
 
 LORAS = [LoRAConfig(rank=2, alpha=8.0), None]
@@ -110,6 +116,22 @@ def test_gradients_may_be_averaged_in_another_format(
     half = gradient(build_engine, ranks, tiny_sd3, reduce_dtype=DType.BFLOAT16, **options)
     assert {value.dtype for value in (full | half).values()} == {torch.float32}
     assert distance(half, full) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "member"),
+    [
+        (FSDPEngineConfig, "shard_base", ShardBase.SHARD),
+        (FSDPEngineConfig, "shard_trained", ShardTrained.REPLICATE),
+        (FSDPEngineConfig, "reduce_dtype", DType.FLOAT64),
+        (FSDPEngineConfig, "offload", Offload.ALL),
+        (EngineRolloutConfig, "placement", RolloutPlacement.REPLICA),
+    ],
+)
+def test_a_choice_may_be_given_as_its_name(options: Any, name: str, member: Any) -> None:
+    assert getattr(options(**{name: member.value}), name) is member
+    with pytest.raises(ValueError, match="typo"):
+        options(**{name: "typo"})
 
 
 def test_masters_of_two_formats_are_named() -> None:

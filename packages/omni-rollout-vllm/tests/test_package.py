@@ -1,7 +1,10 @@
 from importlib.metadata import entry_points, metadata, requires
 
+import pytest
+
 from omni_core.options import DiffusionRolloutConfig
 from omni_core.plugins import ROLLOUTS, registry
+from omni_rollout_vllm.options import AdapterForm, Executor, VllmOmniRolloutConfig
 
 
 def test_it_offers_the_rollout_without_importing_an_engine():
@@ -9,6 +12,16 @@ def test_it_offers_the_rollout_without_importing_an_engine():
 
     assert issubclass(plugin.options, DiffusionRolloutConfig)
     assert plugin.target == "omni_rollout_vllm.rollout:VllmOmniRollout"
+
+
+def test_a_choice_may_be_given_as_its_name():
+    found = VllmOmniRolloutConfig(executor="mp", adapter_form="merged")
+
+    assert (found.executor, found.adapter_form) == (Executor.PROCESSES, AdapterForm.MERGED)
+    assert isinstance(found.executor, Executor)
+    for name in ("executor", "adapter_form", "transport"):
+        with pytest.raises(ValueError, match="typo"):
+            VllmOmniRolloutConfig(**{name: "typo"})
 
 
 def test_vllm_finds_its_hooks():

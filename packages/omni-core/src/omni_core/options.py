@@ -80,7 +80,9 @@ class LoRAConfig:
     path: str | None = None
     """Directory of an adapter to start from, as `omni export`, PEFT or diffusers writes it: of the same
     rank, alpha and targets. None starts anew."""
-    reference: LoRAReference | None = None
+    reference: LoRAReference | None = attrs.field(
+        default=None, converter=attrs.converters.optional(LoRAReference)
+    )
     """With `path`, and only then: which policy a KL is taken to."""
 
     def __attrs_post_init__(self) -> None:
@@ -128,7 +130,7 @@ class DiffusionModelConfig:
     """The directory that holds model_index.json, or `package:NAME` for one that a recipe ships."""
     family: str | None = None
     """Plugin of `omni.models`; None finds it by the pipeline class in model_index.json."""
-    dtype: DType = DType.FLOAT32
+    dtype: DType = attrs.field(default=DType.FLOAT32, converter=DType)
     """Computation of the trained module (master weights and LoRA stay float32)."""
     lora: LoRAConfig | None = attrs.field(factory=LoRAConfig)
     """None trains every weight."""
@@ -229,14 +231,14 @@ class EMAConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    kind: OptimizerKind = OptimizerKind.ADAMW
+    kind: OptimizerKind = attrs.field(default=OptimizerKind.ADAMW, converter=OptimizerKind)
     lr: float = attrs.field(default=3e-4, validator=positive)
     betas: tuple[float, ...] = attrs.field(default=(0.9, 0.999))
     eps: float = attrs.field(default=1e-8, validator=positive)
     weight_decay: float = attrs.field(default=1e-4, validator=not_negative)
     max_grad_norm: float | None = attrs.field(default=1.0, validator=optional_positive)
     """Global L2 norm over all ranks; None does not clip."""
-    schedule: LRSchedule = LRSchedule.CONSTANT
+    schedule: LRSchedule = attrs.field(default=LRSchedule.CONSTANT, converter=LRSchedule)
     warmup_steps: int = attrs.field(default=0, validator=not_negative)
     total_steps: int | None = attrs.field(default=None, validator=optional_positive)
     """Optimizer steps of the whole run; linear and cosine need it (a trainer fills it in)."""
@@ -298,7 +300,7 @@ class DiffusionSamplingConfig:
     )
     """Of the low-noise expert (Wan2.2) or of the audio (LTX-2); None takes `guidance_scale`."""
     negative_prompt: str = ""
-    schedule: ScheduleSource = ScheduleSource.STOCK
+    schedule: ScheduleSource = attrs.field(default=ScheduleSource.STOCK, converter=ScheduleSource)
     shift: float = attrs.field(default=1.0, validator=positive)
     """Of `schedule: linear` alone; the stock schedule takes the pipeline's own."""
 
@@ -343,7 +345,9 @@ class DiffusionRolloutConfig:
     servers: int = attrs.field(default=0, validator=not_negative)
     """Ray actors that hold the rollout and are shared by all ranks, each batch going to the one with the
     least to do; 0 makes a rollout in each rank's own process."""
-    transport: WeightTransport = WeightTransport.AUTO
+    transport: WeightTransport = attrs.field(
+        default=WeightTransport.AUTO, converter=WeightTransport
+    )
     """How pushed weights travel."""
     bucket_mib: int = attrs.field(default=512, validator=positive)
     """Pushed weights travel in buckets of this size."""
@@ -390,7 +394,7 @@ class AlgorithmConfig:
     """Optimizer steps that one rollout is cut into."""
     rewards: tuple[RewardTerm, ...] = ()
     """What a sample's reward is the weighted sum of; empty takes what the reward itself sums."""
-    reward_scale: RewardScale = RewardScale.NONE
+    reward_scale: RewardScale = attrs.field(default=RewardScale.NONE, converter=RewardScale)
     """What each of them is centred and divided by first (`reward_sum`)."""
 
     @property
@@ -473,7 +477,7 @@ class RewardConfig:
 
     workers: int = attrs.field(default=1, validator=positive)
     """Processes (Ray) or threads (local) that score."""
-    on_error: OnRewardError = OnRewardError.RAISE
+    on_error: OnRewardError = attrs.field(default=OnRewardError.RAISE, converter=OnRewardError)
     retries: int = attrs.field(default=2, validator=not_negative)
     """Times that a failure which may pass is tried again."""
     target_rule: str | None = None

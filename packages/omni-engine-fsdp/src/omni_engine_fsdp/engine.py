@@ -387,7 +387,7 @@ class DiffusersFSDPEngine(PolicyMixin, BaseEngine):
             ValueError: nobody would cast them for computation.
         """
         model = self.model_config
-        if ShardTrained(self.engine_config.shard_trained) is ShardTrained.SHARD:
+        if self.engine_config.shard_trained is ShardTrained.SHARD:
             return []
         if model.lora is not None:
             return lora.adapters_of(expert)

@@ -63,9 +63,9 @@ class Offload(enum.StrEnum):
 class FSDPEngineConfig(EngineConfig):
     """Engines on PyTorch FSDP2 (`fully_shard`)."""
 
-    shard_base: ShardBase = ShardBase.AUTO
+    shard_base: ShardBase = attrs.field(default=ShardBase.AUTO, converter=ShardBase)
     """Of the frozen weights: the base beside an adapter, or the reference where every weight is trained."""
-    shard_trained: ShardTrained = ShardTrained.SHARD
+    shard_trained: ShardTrained = attrs.field(default=ShardTrained.SHARD, converter=ShardTrained)
     """Of the trained weights and every named adapter. `replicate` is the fastest for a LoRA whose base is
     replicated too."""
     replicate: int = attrs.field(default=1, validator=positive)
@@ -82,9 +82,11 @@ class FSDPEngineConfig(EngineConfig):
     reshard_after_forward: bool | None = None
     """Free gathered weights between a block's forward and backward; None does where the base is
     sharded (and where every weight is trained)."""
-    reduce_dtype: DType | None = None
+    reduce_dtype: DType | None = attrs.field(
+        default=None, converter=attrs.converters.optional(DType)
+    )
     """Format that gradients are averaged over ranks in; None takes that of the trained weights."""
-    offload: Offload = Offload.NONE
+    offload: Offload = attrs.field(default=Offload.NONE, converter=Offload)
 
     keep_graph: bool = False
     """Take the gradient from the graph of sampling, and run no training forward: for one update per
@@ -179,7 +181,9 @@ class FSDPDiffusionActorConfig(DiffusionActorConfig):
 class EngineRolloutConfig(DiffusionRolloutConfig):
     """Sampling in the training engine's own process."""
 
-    placement: RolloutPlacement = RolloutPlacement.SHARED
+    placement: RolloutPlacement = attrs.field(
+        default=RolloutPlacement.SHARED, converter=RolloutPlacement
+    )
     merge_lora: bool = False
     """Sample with the adapter merged into the weights (a copy of the adapted ones is held meanwhile).
     Training keeps it apart, so the two differ by rounding, which the canary measures."""

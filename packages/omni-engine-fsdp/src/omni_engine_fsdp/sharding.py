@@ -64,7 +64,7 @@ def replicates_base(
     config: FSDPEngineConfig, frozen_bytes: int, *, device: torch.device, ranks: int
 ) -> bool:
     """Decide whether frozen weights are kept whole on every rank."""
-    wanted = ShardBase(config.shard_base)
+    wanted = config.shard_base
     if wanted is not ShardBase.AUTO:
         return wanted is ShardBase.REPLICATE
     return ranks == 1 or frozen_bytes <= config.base_memory_share * total_memory(device)

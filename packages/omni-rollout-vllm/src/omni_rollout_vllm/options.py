@@ -51,8 +51,8 @@ class VllmOmniRolloutConfig(DiffusionRolloutConfig):
     """Engines of one trainer rank, or of one server; each takes the next batch when it is free."""
     tensor_parallel: int = attrs.field(default=1, validator=positive)
     """Workers that one engine's transformer is spread over."""
-    executor: Executor = Executor.AUTO
-    adapter_form: AdapterForm = AdapterForm.ADAPTER
+    executor: Executor = attrs.field(default=Executor.AUTO, converter=Executor)
+    adapter_form: AdapterForm = attrs.field(default=AdapterForm.ADAPTER, converter=AdapterForm)
     enforce_eager: bool = True
     """Run the transformer without compiling it."""
     probe: bool = True
