@@ -197,6 +197,18 @@ def test_rows_without_a_graph_are_refused(keeping: Any, ranks: ModuleType) -> No
         ranks.gradients(keeping, elsewhere)
     with pytest.raises(ValueError, match="update 1 of a rollout"):
         ranks.gradients(keeping, attrs.evolve(batch, update=1))
+    keeping.graphs.forwards *= 2
+    with pytest.raises(ValueError, match=r"24 of 12 .* pairs of this batch"):
+        ranks.gradients(keeping, batch)
+
+
+def test_two_rollouts_whose_batches_have_the_same_names_are_refused(
+    keeping: Any, ranks: ModuleType
+) -> None:
+    keeping.begin_rollout()
+    sampled(keeping, ranks, WINDOWS)
+    with pytest.raises(ValueError, match=r"a batch named 0/0/0 was sampled since begin_rollout"):
+        sampled(keeping, ranks, WINDOWS)
 
 
 def test_graphs_that_would_not_fit_are_refused_by_the_first(

@@ -70,7 +70,17 @@ class KeptGraphs:
     def keeper(
         self, batch: str, steps: frozenset[int], expert_of: Callable[[int], str]
     ) -> BatchKeeper:
-        """Return what keeps one batch's forwards at *steps*."""
+        """Return what keeps one batch's forwards at *steps*.
+
+        Raises:
+            ValueError: a batch of that name is kept: rollouts count their batches each for itself.
+        """
+        if any(each.batch == batch for each in self.forwards):
+            msg = (
+                f"engine.keep_graph: a batch named {batch} was sampled since begin_rollout; sample with "
+                "one rollout of this engine until the update"
+            )
+            raise ValueError(msg)
         return BatchKeeper(graphs=self, batch=batch, steps=steps, expert_of=expert_of)
 
     def add(self, forward: KeptForward, nbytes: int) -> None:
@@ -147,8 +157,8 @@ def cut_kept(
     counted = data.weights.cpu() > 0
     pairs = [_pairs(each, places, steps) for each in kept]
     found = sum(len(rows) for rows, _, _ in pairs)
-    lacking = steps.numel() - found if steps.numel() else 1
-    if common_counts([lacking], group, phase=phase)[0] > 0:
+    wrong = found != steps.numel() or not found
+    if common_counts([int(wrong)], group, phase=phase)[0] > 0:
         msg = (
             f"engine.keep_graph: {found} of {steps.numel()} (sample, step) pairs of this batch were "
             "sampled with their graph on this rank, since begin_rollout and with these weights"
