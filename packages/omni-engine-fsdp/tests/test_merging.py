@@ -12,7 +12,7 @@ import torch
 from omni_core.options import DType
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import Trajectory
-from omni_engine_fsdp import EngineRollout, EngineRolloutConfig
+from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, merging
 
 
 def base(engine: Any) -> dict[str, torch.Tensor]:
@@ -40,6 +40,32 @@ def test_weights_come_back_bit_for_bit_also_by_an_exception(
         n for n in before if n.endswith(tuple(f"{t}.weight" for t in engine.lora_targets))
     }
     after = base(engine)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_layer_that_fails_leaves_those_before_it_as_they_were(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(tiny_sd3)
+    ranks.warm(engine)
+    before = base(engine)
+    changed = []
+    product = merging._delta
+
+    def third_fails(layer: Any, adapter: str) -> torch.Tensor:
+        if len(changed) == 2:
+            raise torch.OutOfMemoryError("no room")
+        changed.append(layer)
+        return product(layer, adapter)
+
+    monkeypatch.setattr(merging, "_delta", third_fails)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="no room"),
+        engine.merged_adapter("default"),
+    ):
+        pass
+    after = base(engine)
+    assert len(changed) == 2
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 

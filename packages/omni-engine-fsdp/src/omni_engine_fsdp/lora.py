@@ -279,8 +279,9 @@ class LoRAAdapterMixin:
         """
         self._require_adapter(name)
         self.prepare_weights()
-        copies = merging.merge(self.layers, name)
+        copies: merging.Copies = []
         try:
+            merging.merge(self.layers, name, copies)
             with self.disable_adapter():
                 yield
         finally:

@@ -6,7 +6,7 @@ held while the adapter is merged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,30 +15,26 @@ from torch import Tensor
 
 from omni_engine_fsdp import sharding
 
-Copies = Sequence[tuple[Tensor, Tensor]]
+Copies = list[tuple[Tensor, Tensor]]
 """(this rank's part of a weight, what it was)."""
 
 
 @torch.no_grad()
-def merge(layers: Sequence[LoraLayer], adapter: str) -> Copies:
+def merge(layers: Iterable[LoraLayer], adapter: str, copies: Copies) -> None:
     """Add an adapter to the weights of *layers*, in place. A collective where weights are sharded.
 
     Args:
         layers: Whose sharded weights are what the modules hold (`prepare_weights`).
         adapter: One that each of them has.
-
-    Returns:
-        What `restore` takes.
+        copies: What `restore` takes is added to it layer by layer, so that it is whole where one fails.
     """
-    copies = []
     for layer in layers:
         weight: Any = layer.get_base_layer().weight
         part = sharding.local(weight.detach())
+        added = sharding.local(sharding.shard_like(_delta(layer, adapter), weight)).to(part.device)
         copies.append((part, part.clone()))
         # In the adapter's precision, and rounded once.
-        added = sharding.local(sharding.shard_like(_delta(layer, adapter), weight))
         part.copy_(part.to(added.dtype) + added)
-    return copies
 
 
 @torch.no_grad()
