@@ -240,6 +240,19 @@ def test_ranks_that_share_a_forward_keep_no_graphs() -> None:
     assert "ranks that share a forward" in found["keep_graph"]
 
 
+@pytest.mark.parametrize("shared", [{"cfg_parallel": 2}, {"ulysses": 2}])
+def test_an_engine_refuses_what_its_options_refuse(
+    build_engine: Any, tiny_sd3: Path, shared: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match=r"engine\.keep_graph: ranks that share a forward"):
+        build_engine(tiny_sd3, keep_graph=True, **shared)
+
+
+def test_a_rollout_merges_no_adapter_whose_graph_is_kept(keeping: Any) -> None:
+    with pytest.raises(ValueError, match=r"engine\.keep_graph: rollout\.merge_lora"):
+        EngineRollout(EngineRolloutConfig(merge_lora=True), engine=keeping)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "rollout", "reason"),
     [

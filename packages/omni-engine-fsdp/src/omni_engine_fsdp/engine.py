@@ -56,7 +56,7 @@ from omni_engine_fsdp.kept_graphs import KeptGraphs
 from omni_engine_fsdp.lora import DEFAULT
 from omni_engine_fsdp.model_index import find_family
 from omni_engine_fsdp.optimizer import build_optimizer, clip_gradients, set_rate
-from omni_engine_fsdp.options import FSDPEngineConfig, Offload, ShardTrained
+from omni_engine_fsdp.options import SHARED_FORWARD, FSDPEngineConfig, Offload, ShardTrained
 from omni_engine_fsdp.policies import EMA, REFERENCE, PolicyMixin, PolicyModules
 from omni_engine_fsdp.rank_mesh import CFG, DP, ULYSSES, RankMesh
 from omni_engine_fsdp.sequence_parallel import split_sequences
@@ -172,6 +172,9 @@ class DiffusersFSDPEngine(PolicyMixin, BaseEngine):
             FileNotFoundError: such an adapter is not where it should be.
         """
         config = self.model_config
+        if self.engine_config.keep_graph and self.engine_config.model_parallel_size > 1:
+            msg = f"engine.keep_graph: {SHARED_FORWARD}; take keep_graph=false"
+            raise ValueError(msg)
         self.device = devices.resolve(self.engine_config.device, local_rank=sharding.local_rank())
         sharding.ensure_process_group(self.device)
         self.mesh = RankMesh.of(self.engine_config, self.device)

@@ -18,6 +18,11 @@ from omni_core.options import (
     positive,
 )
 
+SHARED_FORWARD = (
+    "ranks that share a forward (ulysses, cfg_parallel) are not tested with kept graphs"
+)
+"""Why such ranks take no `keep_graph`."""
+
 
 class ShardBase(enum.StrEnum):
     """Where the frozen weights beside an adapter lie."""
@@ -123,9 +128,7 @@ class FSDPEngineConfig(EngineConfig):
         if algorithm.rollout_algo().adapter != "default":
             return f"adapter {algorithm.rollout_algo().adapter!r} samples, and it is not the trained one"
         if self.model_parallel_size > 1:
-            return (
-                "ranks that share a forward (ulysses, cfg_parallel) are not tested with kept graphs"
-            )
+            return SHARED_FORWARD
         if rollout.merge_lora:
             return "rollout.merge_lora samples without the adapter's own weights in the graph"
         if getattr(algorithm, "rollout_correction", None) is not None:

@@ -95,6 +95,11 @@ class EngineRollout(BaseRollout):
     def __init__(self, options: EngineRolloutConfig, *, engine: Any) -> None:
         if options.merge_lora and engine.model_config.lora is None:
             raise ValueError("rollout.merge_lora: model.lora is null, so there is nothing to merge")
+        if options.merge_lora and engine.engine_config.keep_graph:
+            raise ValueError(
+                "engine.keep_graph: rollout.merge_lora samples without the adapter's own weights in the "
+                "graph; take one of them"
+            )
         self.options = options
         self._replica = Replica(engine) if options.placement is RolloutPlacement.REPLICA else None
         self.engine = engine if self._replica is None else self._replica.engine
