@@ -86,6 +86,32 @@ def test_eight_bit_moments_fit_no_other_optimizer_and_no_other_number_of_ranks(
         build_engine(tiny_sd3, dtype=DType.FLOAT64, optimizer=optimizer)
 
 
+@pytest.mark.usefixtures("eager")
+def test_a_checkpoint_without_this_ranks_moments_changes_nothing(
+    build_engine: Any, ranks: ModuleType, tiny_sd3: Path, tmp_path: Path
+) -> None:
+    optimizer = attrs.evolve(ranks.LR, kind=OptimizerKind.ADAMW_8BIT)
+    engine, other = (build_engine(tiny_sd3, optimizer=optimizer) for _ in range(2))
+    engine.train_batch(ranks.rows([0]), ranks.loss)
+    state = engine.save_checkpoint(tmp_path)
+    before = {name: value.clone() for name, value in other.get_per_tensor_param()}
+
+    def refused(reason: str, state: dict[str, Any]) -> None:
+        with pytest.raises(CheckpointError, match=reason):
+            other.load_checkpoint(tmp_path, state)
+        for name, value in other.get_per_tensor_param():
+            assert torch.equal(value, before[name]), name
+
+    steps = {**state["optimizer_steps"], "transformer.more": 1.0}
+    refused(
+        r"lacks 2 moments, such as transformer\.more\.exp_avg",
+        {**state, "optimizer_steps": steps},
+    )
+    (file,) = (tmp_path / "optimizer_8bit").iterdir()
+    file.unlink()
+    refused(r"rank-00000\.safetensors cannot be read", state)
+
+
 def test_eight_bits_without_their_package_say_what_to_install(
     build_engine: Any, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,9 +162,10 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
     """
     _check_kind(engine, state)
     _check_ranks(engine, state)
-    engine.expect_reference(state.get("reference"))
+    engine.compare_reference(state.get("reference"))
+    if eight_bit.is_eight_bit(engine.optimizer):
+        eight_bit.check(state["optimizer_steps"], directory, rank=engine.mesh.rank)
     engine.prepare_weights()
-    engine.optimizer_zero_grad()
     wanted = _weights(engine)
     tensors = {f"weights.{name}": p.detach() for name, p in wanted.items()}
     steps: Mapping[str, float] = state.get("optimizer_steps", {})
@@ -176,6 +177,8 @@ def load(engine: DiffusersFSDPEngine, directory: Path, state: Mapping[str, Any])
     for name, values in moments.items():
         tensors.update({f"optimizer.{name}.{moment}": value for moment, value in values.items()})
     _read(directory, tensors)
+    engine.expect_reference(state.get("reference"))
+    engine.optimizer_zero_grad()
     if engine.optimizer is not None:
         _restore_optimizer(engine, directory, state, moments)
     engine.weight_version = state["weight_version"]

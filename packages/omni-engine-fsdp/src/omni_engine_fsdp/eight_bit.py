@@ -8,13 +8,13 @@ small weights stay in float32.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -59,9 +59,13 @@ def _parts(moment: Tensor) -> dict[str, Tensor]:
     return {"codes": own.codes, "scale": own.scale} if hasattr(own, "codes") else {"dense": own}
 
 
+def _file(directory: Path, rank: int) -> Path:
+    return directory / FOLDER / f"rank-{rank:05}.safetensors"
+
+
 def save(moments: Mapping[str, Mapping[str, Tensor]], directory: Path, *, rank: int) -> None:
     """Write this rank's moments below *directory*."""
-    path = directory / FOLDER / f"rank-{rank:05}.safetensors"
+    path = _file(directory, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}.{moment}.{part}": tensor.contiguous().cpu()
@@ -72,6 +76,25 @@ def save(moments: Mapping[str, Mapping[str, Tensor]], directory: Path, *, rank: 
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def check(names: Iterable[str], directory: Path, *, rank: int) -> None:
+    """Look for this rank's moments of the weights *names*, before anything is read.
+
+    Raises:
+        CheckpointError: the file is missing or unreadable, or lacks some.
+    """
+    path = _file(directory, rank)
+    try:
+        with safe_open(path, framework="pt") as opened:
+            there = {key.rpartition(".")[0] for key in opened.keys()}  # noqa: SIM118 -- no mapping
+    except (OSError, SafetensorError) as error:
+        msg = f"checkpoint {path} cannot be read: {error}"
+        raise CheckpointError(msg) from error
+    lacking = sorted({f"{name}.{moment}" for name in names for moment in MOMENTS} - there)
+    if lacking:
+        msg = f"checkpoint {path} lacks {len(lacking)} moments, such as {lacking[0]}"
+        raise CheckpointError(msg)
+
+
 def load(
     optimizer: Any, weights: Mapping[str, nn.Parameter], directory: Path, *, rank: int
 ) -> None:
@@ -80,7 +103,7 @@ def load(
     Raises:
         CheckpointError: the file is missing, unreadable or of other weights.
     """
-    path = directory / FOLDER / f"rank-{rank:05}.safetensors"
+    path = _file(directory, rank)
     try:
         saved = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -108,17 +108,24 @@ class PolicyMixin(LoRAAdapterMixin):
         self._require_adapter(adapter)
         return {name: dict(found) for name, found in self.copies[adapter].parameters.items()}
 
+    def compare_reference(self, digest: str | None) -> None:
+        """Compare the reference, if it was made, with the one that a checkpoint was trained against.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        if digest is not None and REFERENCE in self.copies and self.reference_hash != digest:
+            raise _other_reference(digest, self.reference_hash)
+
     def expect_reference(self, digest: str | None) -> None:
         """Hold the reference, made or yet to be made, to the one that a checkpoint was trained against.
 
         Raises:
             CheckpointError: it is another one.
         """
-        if digest is None:
-            return
-        if REFERENCE in self.copies and self.reference_hash != digest:
-            raise _other_reference(digest, self.reference_hash)
-        self.reference_hash = digest
+        self.compare_reference(digest)
+        if digest is not None:
+            self.reference_hash = digest
 
     @contextmanager
     def _in_use(self, policy: PolicyModules) -> Iterator[None]:
