@@ -19,7 +19,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, dim: int, group: Any) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        ranks = dist.get_world_size(group)
+        plain = torch.contiguous_format
+        parts = [torch.empty_like(part, memory_format=plain) for _ in range(ranks)]
         dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts, dim=dim)
 
