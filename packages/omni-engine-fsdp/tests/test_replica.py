@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -140,6 +142,14 @@ def test_every_weight_is_pushed_where_every_weight_is_trained(
     assert len(report.bound) == len(engine.trained())
     found = samples(rollout, sampling)
     assert torch.equal(engine.replay(found), found.log_probs)
+
+
+def test_closing_frees_the_copy(engine: Any) -> None:
+    rollout = EngineRollout(OPTIONS, engine=engine)
+    copy = weakref.ref(rollout.engine)
+    rollout.close()
+    gc.collect()
+    assert copy() is None
 
 
 def test_a_shared_rollout_is_pushed_nothing(engine: Any) -> None:

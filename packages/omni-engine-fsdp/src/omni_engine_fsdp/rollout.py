@@ -295,8 +295,10 @@ class EngineRollout(BaseRollout):
         self._state = RolloutState.READY
 
     def close(self) -> None:
-        """Forget every request, and free conditioner and codec."""
+        """Forget every request, and free conditioner, codec and a replica, which cannot be used again."""
         self._jobs.clear()
+        if self._replica is not None:
+            self._replica = self.engine = None
         for name in ("conditioner", "codec"):
             self.__dict__.pop(name, None)
 
