@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -24,6 +25,7 @@ from omni_core.testing.forward_engine_suite import SeenLoss, error_loss
 from omni_core.testing.samples import requests_for, train_batch
 from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, ForwardDiffusersFSDPEngine
+from omni_engine_fsdp.forward_batches import _dummy
 
 
 class TestForwardDiffusersFSDPEngine(ForwardEngineSuite):
@@ -203,3 +205,9 @@ def test_a_sigma_lies_in_a_step(sigma: float, step: int) -> None:
     schedule = FlowMatchSchedule.linear(4, shift=1.0)
     assert step_of(schedule, sigma) == step
     assert [step_of(schedule, value) for value in schedule.values()[:-1]] == [0, 1, 2, 3]
+
+
+def test_an_expert_that_serves_no_known_sigma_is_named() -> None:
+    denoiser: Any = SimpleNamespace(expert_at=lambda sigma: "transformer")
+    with pytest.raises(ValueError, match="expert 'transformer_2' serves no step"):
+        _dummy("transformer_2", FlowMatchSchedule.linear(2, shift=1.0), denoiser)

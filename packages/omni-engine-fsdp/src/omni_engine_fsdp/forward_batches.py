@@ -87,7 +87,8 @@ def cut_forward(
         group: All ranks (`RankMesh.group`).
 
     Raises:
-        ValueError: a rank has no row (on every rank), or a unit does not fit into a micro-batch.
+        ValueError: a rank has no row (on every rank), a unit does not fit into a micro-batch, or an expert
+            that another rank runs serves no sigma that is known here.
         CallPlanError: ranks are about to do different things.
     """
     trajectory = data.trajectory
@@ -126,7 +127,11 @@ def cut_forward(
 def _dummy(expert: str, schedule: FlowMatchSchedule, denoiser: Denoiser) -> tuple[Row, ...]:
     # Other ranks may have drawn sigmas of an expert that serves no step of this schedule.
     sigmas = (*schedule.values()[:-1], *(place / 64 for place in range(64, 0, -1)))
-    return (Row(0, 0, 0, next(s for s in sigmas if denoiser.expert_at(s) == expert), 0),)
+    sigma = next((s for s in sigmas if denoiser.expert_at(s) == expert), None)
+    if sigma is None:
+        msg = f"expert {expert!r} serves no step of this schedule, nor any multiple of 1/64"
+        raise ValueError(msg)
+    return (Row(0, 0, 0, sigma, 0),)
 
 
 def _by_expert(cells: Iterator[list[Row]], denoiser: Denoiser) -> dict[str, list[list[Row]]]:
