@@ -50,18 +50,22 @@ def test_the_smoke_mode_measures_every_section(check, tmp_path, capsys):
 
 def test_a_section_that_fails_or_hangs_is_reported_and_the_next_goes_on(check):
     sections = [check.Section(name="a", limit=9.0), check.Section(name="b")]
-    limits = []
+    limits, saved = [], []
+
+    def save(found):
+        saved.append(list(found))
 
     def run(section, limit):
         limits.append(limit)
         return {"error": "OutOfMemoryError: x"} if section.name == "a" else {"load_s": 1.0}
 
-    found = check.check(sections, run, budget=100.0)
+    found = check.check(sections, run, budget=100.0, save=save)
 
+    assert saved == [["a"], ["a", "b"]]
     assert limits[0] == 9.0
     assert 9.0 < limits[1] <= 45.0
     assert [found["a"]["error"], found["b"]["load_s"]] == ["OutOfMemoryError: x", 1.0]
-    late = check.check(sections, run, budget=0.0)
+    late = check.check(sections, run, budget=0.0, save=save)
     assert [result["error"] for result in late.values()] == ["not run: 0 s were left"] * 2
 
 
@@ -70,6 +74,8 @@ def test_a_process_is_held_to_its_limit(check):
         return check.supervised([sys.executable, "-S", "-c", code], limit)
 
     assert words("print('noise'); print('{\"load_s\": 2}')") == {"load_s": 2}
+    for noise in ("done", "3"):
+        assert words(f"print('{noise}')") == {"error": f"its last words are no result: {noise}"}
     assert words("raise SystemExit(3)") == {"error": "ended with 3"}
     assert words("import sys; sys.exit('killed by x')") == {"error": "killed by x"}
     assert words("import time; time.sleep(60)", 0.2) == {"error": "not done after 0 s"}

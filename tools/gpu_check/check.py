@@ -2,8 +2,9 @@
 
 For a machine that is lent for minutes, with no network and no Ray. Each section (measure.py) runs in a
 process of its own, under its own time limit: one that fails, runs out of memory or of time is reported,
-and the next goes on. Writes gpu_check.json and gpu_check.md (for docs/performance.md). `--smoke` runs all
-of it on the CPU with a tiny model in this process: a test of the script, not of the machine.
+and the next goes on. Writes gpu_check.json after each section, and gpu_check.md (for docs/performance.md)
+at the end. `--smoke` runs all of it on the CPU with a tiny model in this process: a test of the script, not
+of the machine.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ COLUMNS = {
 }
 Run = Callable[[Section, float], dict[str, Any]]
 """Runs a section for so many seconds at most; says `error` where it failed."""
+Results = dict[str, dict[str, Any]]
+"""Section -> what was measured, or `error`."""
 
 
 def versions() -> dict[str, str]:
@@ -76,7 +79,12 @@ def supervised(command: Sequence[str], limit: float) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": _last_words(done.stderr) or f"ended with {done.returncode}"}
-    found: dict[str, Any] = json.loads(lines[-1])
+    try:
+        found = json.loads(lines[-1])
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        return {"error": f"its last words are no result: {lines[-1][:200]}"}
     return found
 
 
@@ -105,9 +113,12 @@ def one_section(section: Section, folder: Path, *, smoke: bool) -> dict[str, Any
         return {"error": f"{type(error).__name__}: {_last_words(str(error).partition(chr(10))[0])}"}
 
 
-def check(sections: Sequence[Section], run: Run, *, budget: float) -> dict[str, dict[str, Any]]:
-    """Run sections in turn, each within its limit and what is left of the budget."""
-    until, found = time.monotonic() + budget, {}
+def check(
+    sections: Sequence[Section], run: Run, *, budget: float, save: Callable[[Results], None]
+) -> Results:
+    """Run sections in turn, each within its limit and what is left of the budget; saved after each."""
+    until = time.monotonic() + budget
+    found: Results = {}
     for section in sections:
         left = until - time.monotonic()
         if left < LEAST:
@@ -117,6 +128,7 @@ def check(sections: Sequence[Section], run: Run, *, budget: float) -> dict[str, 
         result = run(section, min(section.limit, left))
         found[section.name] = {**result, "wall_s": time.perf_counter() - start}
         print(f"{section.name}: {json.dumps(found[section.name])}", file=sys.stderr, flush=True)
+        save(found)
     return found
 
 
@@ -154,25 +166,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.section:
         print(json.dumps(one_section(chosen[options.section], options.folder, smoke=False)))
         return 0
-    start = time.perf_counter()
+    found = measured([chosen[name] for name in options.only or names], options)
+    return int(all("error" in result for result in found.values()))
+
+
+def measured(sections: Sequence[Section], options: argparse.Namespace) -> Results:
+    """Measure, and write both files."""
+    size, start = SMOKE if options.smoke else SD35_MEDIUM, time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def save(found: Results, **more: Any) -> None:
+        seconds = time.perf_counter() - start
+        said = {"size": size.name, **more, "seconds": seconds, "sections": found}
+        (options.out / "gpu_check.json").write_text(json.dumps(said, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        size = SMOKE if options.smoke else SD35_MEDIUM
         folder = random_sd3.write(Path(scratch), size)
         run = in_this_process(folder) if options.smoke else in_own_process(folder)
-        sections = [chosen[name] for name in options.only or names]
-        found = check(sections, run, budget=options.budget)
-    said = {
-        "size": size.name,
-        "versions": versions(),
-        "seconds": time.perf_counter() - start,
-        "sections": found,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu_check.json").write_text(json.dumps(said, indent=1) + "\n")
-    heading = f"{size.name}; " + ", ".join(f"{k} {v}" for k, v in said["versions"].items())
+        found = check(sections, run, budget=options.budget, save=save)
+    ran = versions()  # last: it opens the device, which the sections have to themselves
+    save(found, versions=ran)
+    heading = f"{size.name}; " + ", ".join(f"{k} {v}" for k, v in ran.items())
     (options.out / "gpu_check.md").write_text(f"{heading}\n\n{table(found)}\n")
     print(f"{heading}\n\n{table(found)}")
-    return int(all("error" in result for result in found.values()))
+    return found
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from omni_core.options import (
     LoRAConfig,
     OptimizerConfig,
 )
+from omni_core.rollout import WeightUpdate
 from omni_core.testing.samples import PROMPTS, requests_for
 from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import (
@@ -33,7 +34,9 @@ from omni_engine_fsdp import (
     EngineRolloutConfig,
     FSDPEngineConfig,
     PPODiffusersFSDPEngine,
+    RolloutPlacement,
 )
+from omni_engine_fsdp.options import Offload
 
 GUIDANCE = 4.5
 NOISE = {StepKind.SDE: 0.7, StepKind.CPS: 0.8, StepKind.DANCE_SDE: 0.3}
@@ -68,6 +71,17 @@ SECTIONS = (
     Section(name="lora merge_lora", rollout={"merge_lora": True}),
     Section(name="full checkpointing", lora=False, engine={"gradient_checkpointing": True}),
     Section(name="full", lora=False),
+    Section(
+        name="full offload optimizer",
+        lora=False,
+        engine={"offload": Offload.OPTIMIZER, "gradient_checkpointing": True},
+    ),
+    Section(
+        name="full offload all",
+        lora=False,
+        engine={"offload": Offload.ALL, "gradient_checkpointing": True},
+    ),
+    Section(name="lora replica", rollout={"placement": RolloutPlacement.REPLICA}),
     Section(name="lora compile", engine={"compile": True}, limit=120.0),
     Section(
         name="lora compile keep_graph",
@@ -116,6 +130,7 @@ def run(section: Section, size: Size, folder: Path, *, backend: str = "inductor"
         "load_s": loaded,
         "sample_s": best["sample_s"],
         "train_s": best["train_s"],
+        "push_s": best["push_s"],
         "samples_per_s": batch_size / best["sample_s"],
         "pairs_per_s": pairs / best["train_s"],
         "images_per_s": batch_size / (best["sample_s"] + best["train_s"]),
@@ -178,12 +193,27 @@ def _round(engine: Any, rollout: EngineRollout, size: Size, step: int) -> dict[s
     if found["skipped"].mean:
         msg = "the gradient was not finite"
         raise RuntimeError(msg)
-    return {"sample_s": sample_s, "train_s": train_s}
+    start = time.perf_counter()
+    if rollout.options.placement is RolloutPlacement.REPLICA:
+        _push(engine, rollout)
+    push_s = seconds_since(start, engine)
+    return {"sample_s": sample_s, "train_s": train_s, "push_s": push_s}
+
+
+def _push(engine: Any, rollout: EngineRollout) -> None:
+    """Send a rollout with a copy of its own what was trained."""
+    rollout.pause()
+    tensors = dict(engine.get_per_tensor_param())
+    rollout.update(WeightUpdate(version=engine.weight_version, tensors=tensors))
+    rollout.resume()
 
 
 def _canary(engine: Any, rollout: EngineRollout, size: Size, kind: StepKind) -> dict[str, float]:
     """Replay in the rollout's own batch, and training micro-batches, against what is stored."""
+    # What is compiled is another function where graphs are kept, and the replay takes that one.
+    engine.begin_rollout()
     trajectory = _sample(engine, rollout, size, kind, ROUNDS)
+    engine.end_rollout()
     exact = engine.replay(trajectory).double() - trajectory.log_probs.double()
     trained = engine.infer_batch(_batch(trajectory, 0)).log_probs.double()
     floor = torch.expm1(trained - trajectory.log_probs.double())
