@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import attrs
 
 from omni_core.request_check import (
+    check_frame_rate,
     check_guidance,
     check_length,
     check_once,
@@ -24,7 +25,9 @@ class Served:
     family: EngineFamily
     folder: Folder
     max_sequence_length: int
+    frame_rate: float
     adapters: Collection[str]
+    """Those that are of the version that samples."""
     weight_version: int
 
 
@@ -57,6 +60,7 @@ def _check_spec(spec: SamplingSpec, served: Served) -> None:
             f"{served.family.least_guidance} only; take {served.family.least_guidance} for no guidance"
         )
         raise ValueError(msg)
+    check_frame_rate(spec, served.frame_rate)
     check_length(spec, served.max_sequence_length)
     served.family.latent_shapes(served.folder, spec)
 
@@ -64,7 +68,10 @@ def _check_spec(spec: SamplingSpec, served: Served) -> None:
 def _check_policy(request: RolloutRequest, served: Served) -> None:
     if request.adapter not in served.adapters:
         known = ", ".join(sorted(served.adapters)) or "none"
-        msg = f"no adapter named {request.adapter!r} was pushed to this rollout; there are: {known}"
+        msg = (
+            f"no adapter named {request.adapter!r} was pushed to this rollout with version "
+            f"{served.weight_version}; there are: {known}"
+        )
         raise ValueError(msg)
     if request.weight_version not in (None, served.weight_version):
         msg = (

@@ -179,11 +179,14 @@ class VllmOmniRollout(BaseRollout):
         return handle
 
     def _served(self) -> Served:
+        pipeline = self.engine.model_config.pipeline
+        present = {name for name in self._adapters if self._pushed[name].version == self._version}
         return Served(
             family=self.family,
             folder=self.folder,
-            max_sequence_length=self.engine.model_config.pipeline.max_sequence_length,
-            adapters=self._adapters or {"default"},
+            max_sequence_length=pipeline.max_sequence_length,
+            frame_rate=pipeline.frame_rate,
+            adapters=present or {"default"},
             weight_version=self._version,
         )
 

@@ -119,12 +119,13 @@ def push_weights(
     tensors: Mapping[str, Tensor],
     *,
     adapter: str | None = "default",
+    version: int | None = None,
 ) -> None:
-    """Push as a trainer does."""
+    """Push as a trainer does; None is the next version."""
     rollout.pause()
     rollout.update(
         WeightUpdate(
-            version=rollout.weight_version + 1,
+            version=rollout.weight_version + 1 if version is None else version,
             tensors=tensors,
             adapter=adapter,
             alpha_over_rank=None if adapter is None else ALPHA / RANK,

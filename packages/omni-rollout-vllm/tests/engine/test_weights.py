@@ -126,6 +126,9 @@ def test_two_adapters_sample_each_as_itself(
     torch.testing.assert_close(latents(sampled(ready, copies)), mine, rtol=0.0, atol=1e-5)
     push(ready, {name: value * 0.5 for name, value in adapter.items()}, adapter="old")
     assert float((latents(sampled(ready, copies)) - mine).abs().max()) > 1e-3
+    with pytest.raises(ValueError, match=r"no adapter named 'default' .* with version"):
+        ready.submit(asked)
+    push(ready, adapter, version=ready.weight_version)
     assert torch.equal(latents(sampled(ready, asked)), mine)
 
 
