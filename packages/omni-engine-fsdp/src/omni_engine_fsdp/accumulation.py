@@ -134,7 +134,8 @@ class AccumulatingEngine(DiffusersFSDPEngine, Generic[M]):
         Gradients are averaged over all ranks, and the denominator is already that of all of them. Ranks
         that hold the same rows have a part of each row's gradient.
         """
-        # Not a product with 0: a row that counts for nothing may be anything, also not finite.
+        # Not a product with 0: the value is finite whatever the term of a row that counts for nothing. Its
+        # gradient is 0 times that of the term, so what the row itself holds has to be finite.
         weighed = torch.where(counts, weights * terms.terms, 0.0)
         return weighed.sum() * (self.mesh.size / denominator)
 

@@ -165,7 +165,8 @@ class ToyEngine(BaseEngine):
         )
         result = loss_function(attrs.evolve(inputs, teacher=others.get("teacher")))
         counts = micro_batch.weights > 0
-        # Not a product with 0: a row that counts for nothing may be anything, also not finite.
+        # Not a product with 0: the value is finite whatever the term of a row that counts for nothing. Its
+        # gradient is 0 times that of the term, so what the row itself holds has to be finite.
         weighed = torch.where(counts, micro_batch.weights * result.terms, 0.0)
         share = weighed.sum() / micro_batch.denominator
         metrics = {name: Moments.of(value, counts) for name, value in result.metrics.items()}
