@@ -63,12 +63,7 @@ def check_frame_rate(spec: SamplingSpec, frame_rate: float) -> None:
     Raises:
         ValueError: they are not; names both rates.
     """
-    if spec.frame_rate != frame_rate:
-        msg = (
-            f"frame_rate {spec.frame_rate}: the model is run with {frame_rate} "
-            "(model.pipeline.frame_rate)"
-        )
-        raise ValueError(msg)
+    _check_as_run("frame_rate", spec.frame_rate, frame_rate)
 
 
 def check_length(spec: SamplingSpec, length: int) -> None:
@@ -77,11 +72,12 @@ def check_length(spec: SamplingSpec, length: int) -> None:
     Raises:
         ValueError: they are not; names both lengths.
     """
-    if spec.max_sequence_length != length:
-        msg = (
-            f"max_sequence_length {spec.max_sequence_length}: the model is run with {length} "
-            "(model.pipeline.max_sequence_length)"
-        )
+    _check_as_run("max_sequence_length", spec.max_sequence_length, length)
+
+
+def _check_as_run(name: str, asked: float, run_with: float) -> None:
+    if asked != run_with:
+        msg = f"{name} {asked}: the model is run with {run_with} (model.pipeline.{name})"
         raise ValueError(msg)
 
 
