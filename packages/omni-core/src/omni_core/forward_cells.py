@@ -14,11 +14,15 @@ import attrs
 import torch
 from torch import Tensor
 
+from omni_core.choices import PredictionGuidance
 from omni_core.engine import TrainBatch
 from omni_core.forward_needs import ForwardNeeds
-from omni_core.forward_process import draw_sigmas, forward_noise, unit_seed
+from omni_core.forward_process import draw_sigmas, forward_noise, noise_to, unit_seed
+from omni_core.model import Denoiser, Guidance, Step
+from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.seeds import Shapes
+from omni_core.trajectory import Conditioning
 
 
 @attrs.frozen
@@ -59,6 +63,57 @@ def noise_of(rows: Sequence[Row], *, update: int, shapes: Shapes) -> dict[str, T
     }
     each = [drawn[row.seed, row.draw] for row in rows]
     return {name: torch.cat([noise[name] for noise in each]) for name in shapes}
+
+
+def guidance_of(needs: ForwardNeeds, data: TrainBatch, denoiser: Denoiser) -> Guidance:
+    """Return how strongly the prompt is followed in the loss's predictions."""
+    sampled = Guidance.of(data.trajectory.effective)
+    if needs.guidance is PredictionGuidance.NONE:
+        return denoiser.single_branch(sampled)
+    return sampled
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ForwardModelInputs:
+    """What the denoiser takes of M rows, and what they are made of, on the denoiser's device."""
+
+    clean: Latents
+    """Modality -> [M, ...], x0."""
+    noise: Latents
+    """Modality -> float32 [M, ...], x1."""
+    noised: Latents
+    """Modality -> [M, ...], x_sigma."""
+    step: Step
+    conditioning: Conditioning
+    """[M, ...]."""
+    guidance: Guidance
+
+
+def model_inputs(
+    rows: Sequence[Row],
+    data: TrainBatch,
+    needs: ForwardNeeds,
+    denoiser: Denoiser,
+    *,
+    device: torch.device,
+) -> ForwardModelInputs:
+    """Noise the final samples of M rows, and gather what the denoiser takes beside them."""
+    trajectory, schedule = data.trajectory, data.trajectory.effective.schedule()
+    samples = torch.tensor([row.row for row in rows])
+    sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32).to(device)
+    index = torch.tensor([step_of(schedule, row.sigma) for row in rows])
+    clean = {name: value[samples, -1].to(device) for name, value in trajectory.latents.items()}
+    shapes = {name: tuple(value.shape[1:]) for name, value in clean.items()}
+    drawn = noise_of(rows, update=data.update, shapes=shapes)
+    noise = {name: value.to(device) for name, value in drawn.items()}
+    return ForwardModelInputs(
+        clean=clean,
+        noise=noise,
+        noised=noise_to(clean, noise, sigma),
+        step=Step(index=index.to(device), sigma=sigma),
+        conditioning=trajectory.conditioning.select(trajectory.prompt_index[samples]).to(device),
+        guidance=guidance_of(needs, data, denoiser),
+    )
 
 
 def _units(data: TrainBatch) -> list[list[int]]:

@@ -7,19 +7,16 @@ sample at a drawn sigma).
 
 from __future__ import annotations
 
-import attrs
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from omni_core.choices import Policy
 from omni_core.engine import BatchOutput, LossFunction, TrainBatch
-from omni_core.forward_cells import step_of
+from omni_core.forward_cells import ForwardModelInputs, model_inputs
 from omni_core.forward_needs import forward_needs
-from omni_core.forward_process import ForwardLossInputs, noise_to
-from omni_core.model import Guidance, Step
+from omni_core.forward_process import ForwardLossInputs
 from omni_core.reverse_step import Latents
-from omni_core.trajectory import Conditioning
 from omni_engine_fsdp.accumulation import (
     AccumulatingEngine,
     Forward,
@@ -30,24 +27,7 @@ from omni_engine_fsdp.accumulation import (
 from omni_engine_fsdp.forward_batches import (
     ForwardMicroBatch,
     cut_forward,
-    guidance_of,
 )
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class ForwardModelInputs:
-    """What the denoiser takes of M rows, and what they are made of, on the denoiser's device."""
-
-    clean: Latents
-    """Modality -> [M, ...], x0."""
-    noise: Latents
-    """Modality -> float32 [M, ...], x1."""
-    noised: Latents
-    """Modality -> [M, ...], x_sigma."""
-    step: Step
-    conditioning: Conditioning
-    """[M, ...]."""
-    guidance: Guidance
 
 
 class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
@@ -145,19 +125,8 @@ class ForwardDiffusersFSDPEngine(AccumulatingEngine[ForwardMicroBatch]):
 
     def prepare_model_inputs(self, micro_batch: ForwardMicroBatch) -> ForwardModelInputs:
         """Noise the final samples of M rows, and gather what the denoiser takes beside them."""
-        trajectory, rows = micro_batch.data.trajectory, micro_batch.samples
-        sigma, device = micro_batch.sigma, self.device
-        clean = {name: value[rows, -1].to(device) for name, value in trajectory.latents.items()}
-        noise = {name: value.to(device) for name, value in micro_batch.noise().items()}
-        index = torch.tensor([step_of(micro_batch.schedule, row.sigma) for row in micro_batch.rows])
-        prompts = trajectory.prompt_index[rows]
-        return ForwardModelInputs(
-            clean=clean,
-            noise=noise,
-            noised=noise_to(clean, noise, sigma.to(device)),
-            step=Step(index=index.to(device), sigma=sigma.to(device)),
-            conditioning=trajectory.conditioning.select(prompts).to(device),
-            guidance=guidance_of(micro_batch.needs, micro_batch.data, self.denoiser),
+        return model_inputs(
+            micro_batch.rows, micro_batch.data, micro_batch.needs, self.denoiser, device=self.device
         )
 
     def _velocity(self, inputs: ForwardModelInputs) -> Latents:

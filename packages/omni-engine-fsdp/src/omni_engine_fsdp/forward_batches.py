@@ -13,11 +13,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from omni_core.choices import PredictionGuidance
 from omni_core.engine import TrainBatch
-from omni_core.forward_cells import Row, cells_of, noise_of, packed
+from omni_core.forward_cells import Row, cells_of, guidance_of, packed
 from omni_core.forward_needs import ForwardNeeds
-from omni_core.model import Denoiser, Guidance
+from omni_core.model import Denoiser
 from omni_core.schedule import FlowMatchSchedule
 from omni_engine_fsdp.call_plan import Call, CallPlan, agree, common_counts
 
@@ -28,7 +27,6 @@ class ForwardMicroBatch:
 
     data: TrainBatch
     needs: ForwardNeeds
-    schedule: FlowMatchSchedule
     expert: str
     rows: tuple[Row, ...]
     """M."""
@@ -37,34 +35,15 @@ class ForwardMicroBatch:
     dummy: bool = False
     """Run for the other ranks' sake: counts for nothing."""
 
-    def noise(self) -> dict[str, Tensor]:
-        """x1 of every row: modality -> float32 [M, ...] on the CPU."""
-        latents = self.data.trajectory.latents
-        shapes = {name: tuple(value.shape[2:]) for name, value in latents.items()}
-        return noise_of(self.rows, update=self.data.update, shapes=shapes)
-
     @property
     def samples(self) -> Tensor:
         """int64 [M]: rows of the batch."""
         return torch.tensor([row.row for row in self.rows])
 
     @property
-    def sigma(self) -> Tensor:
-        """float32 [M]."""
-        return torch.tensor([row.sigma for row in self.rows], dtype=torch.float32)
-
-    @property
     def unit(self) -> Tensor:
         """int64 [M]."""
         return torch.tensor([row.unit for row in self.rows])
-
-
-def guidance_of(needs: ForwardNeeds, data: TrainBatch, denoiser: Denoiser) -> Guidance:
-    """Return how strongly the prompt is followed in the loss's predictions."""
-    sampled = Guidance.of(data.trajectory.effective)
-    if needs.guidance is PredictionGuidance.NONE:
-        return denoiser.single_branch(sampled)
-    return sampled
 
 
 def cut_forward(
@@ -113,7 +92,6 @@ def cut_forward(
         ForwardMicroBatch(
             data=data,
             needs=needs,
-            schedule=schedule,
             expert=expert,
             rows=tuple(found[place]) if place < len(found) else _dummy(expert, schedule, denoiser),
             last=place == count - 1,

@@ -13,13 +13,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from omni_core.choices import PredictionGuidance
 from omni_core.engine import BatchOutput, LossFunction, TrainBatch
-from omni_core.forward_cells import Row, cells_of, noise_of, packed, step_of
+from omni_core.forward_cells import Row, cells_of, model_inputs, packed
 from omni_core.forward_needs import ForwardNeeds, forward_needs
-from omni_core.forward_process import ForwardLossInputs, noise_to
+from omni_core.forward_process import ForwardLossInputs
 from omni_core.metrics import Moments, merge
-from omni_core.model import Guidance, Step
 from omni_core.reverse_step import Latents
 from omni_core.testing.toys.engine import ToyEngine
 
@@ -79,22 +77,13 @@ class ToyForwardEngine(ToyEngine):
 
     def _inputs(self, micro_batch: ForwardMicroBatch) -> ForwardLossInputs:
         batch, rows = micro_batch.batch, micro_batch.rows
-        trajectory = batch.trajectory
+        given = model_inputs(rows, batch, micro_batch.needs, self.denoiser, device=self.device)
         samples = torch.tensor([row.row for row in rows])
-        sigma = torch.tensor([row.sigma for row in rows], dtype=torch.float32)
-        schedule = trajectory.effective.schedule()
-        step = Step(index=torch.tensor([step_of(schedule, s) for s in sigma.tolist()]), sigma=sigma)
-        clean = {name: value[samples, -1] for name, value in trajectory.latents.items()}
-        shapes = {name: tuple(value.shape[1:]) for name, value in clean.items()}
-        noise = noise_of(rows, update=batch.update, shapes=shapes)
-        noised = noise_to(clean, noise, sigma)
-        conditioning = trajectory.conditioning.select(trajectory.prompt_index[samples])
-        guidance = Guidance.of(trajectory.effective)
-        if micro_batch.needs.guidance is PredictionGuidance.NONE:
-            guidance = self.denoiser.single_branch(guidance)
 
         def predict() -> Latents:
-            return self.denoiser.velocity(noised, step, conditioning, guidance)
+            return self.denoiser.velocity(
+                given.noised, given.step, given.conditioning, given.guidance
+            )
 
         others: dict[str, Latents] = {}
         for policy in micro_batch.needs.others:
@@ -102,10 +91,10 @@ class ToyForwardEngine(ToyEngine):
                 others[policy.value] = predict()
         return ForwardLossInputs(
             current=predict(),
-            clean=clean,
-            noise=noise,
-            noised=noised,
-            sigma=sigma,
+            clean=given.clean,
+            noise=given.noise,
+            noised=given.noised,
+            sigma=given.step.sigma,
             advantages=batch.advantages[samples],
             weights=batch.weights[samples],
             unit=torch.tensor([row.unit for row in rows]),
