@@ -125,12 +125,9 @@ class FluxFamily(FolderFamily):
     name = "flux"
     pipeline_classes = ("FluxPipeline",)
     transformer_class = FluxTransformer2DModel
+    denoiser_class = FluxDenoiser
     guidance = GuidanceKind.EMBEDDED
     lora_targets = FluxDenoiser.targets
-
-    def load_denoiser(self, dtype: torch.dtype) -> FluxDenoiser:
-        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        return FluxDenoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> FluxConditioner:
         """Read tokenizers and encoders.

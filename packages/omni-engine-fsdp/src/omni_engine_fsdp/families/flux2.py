@@ -155,11 +155,8 @@ class Flux2Family(FolderFamily):
     name = "flux2"
     pipeline_classes = ("Flux2KleinPipeline",)
     transformer_class = Flux2Transformer2DModel
+    denoiser_class = Flux2Denoiser
     lora_targets = Flux2Denoiser.targets
-
-    def load_denoiser(self, dtype: torch.dtype) -> Flux2Denoiser:
-        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        return Flux2Denoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> Flux2Conditioner:
         """Read the tokenizer and the encoder.

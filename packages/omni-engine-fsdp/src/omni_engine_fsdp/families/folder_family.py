@@ -10,22 +10,25 @@ import diffusers
 import torch
 import transformers
 
-from omni_core.model import ModelFamily
+from omni_core.model import Denoiser, ModelFamily
 from omni_core.prompt_length import PromptLength
 from omni_core.schedule import NUM_TRAIN_TIMESTEPS, FlowMatchSchedule
 from omni_engine_fsdp.families.folder import PipelineFolder, quiet_loading
 from omni_engine_fsdp.families.image_codec import autoencoder_scale
+from omni_engine_fsdp.families.transformer import TransformerDenoiser
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 
 
 class FolderFamily(ModelFamily):
-    """A family derives from it and writes `load_denoiser` and its siblings over `folder`."""
+    """A family derives from it and writes `load_conditioner` and `load_codec` over `folder`."""
 
     name: ClassVar[str]
     """As in `model.family`."""
     transformer_class: ClassVar[Any]
     """Of the component `transformer`."""
+    denoiser_class: ClassVar[type[TransformerDenoiser]]
+    """What is made of it; a family that checks it first writes `load_denoiser` itself."""
 
     @cached_property
     def folder(self) -> PipelineFolder:
@@ -54,6 +57,10 @@ class FolderFamily(ModelFamily):
     def load_transformer(self, dtype: torch.dtype) -> Any:
         """Read the transformer's weights."""
         return self.folder.load("transformer", self.transformer_class, dtype=dtype)
+
+    def load_denoiser(self, dtype: torch.dtype) -> Denoiser:
+        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
+        return self.denoiser_class(self.load_transformer(dtype), self.compute_dtype)
 
     def autoencoder_scale(self, vae_class: Any) -> int:
         """Pixels on a side of one latent of the component `vae`, which is not loaded."""

@@ -140,12 +140,9 @@ class SanaFamily(FolderFamily):
     name = "sana"
     pipeline_classes = ("SanaPipeline",)
     transformer_class = SanaTransformer2DModel
+    denoiser_class = SanaDenoiser
     text_layout = TextLayout.MASKED
     lora_targets = SanaDenoiser.targets
-
-    def load_denoiser(self, dtype: torch.dtype) -> SanaDenoiser:
-        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        return SanaDenoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> SanaConditioner:
         """Read the tokenizer and the encoder.

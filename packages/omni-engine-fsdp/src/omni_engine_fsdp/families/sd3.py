@@ -135,11 +135,8 @@ class SD3Family(FolderFamily):
     name = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
     transformer_class = SD3Transformer2DModel
+    denoiser_class = SD3Denoiser
     lora_targets = SD3Denoiser.targets
-
-    def load_denoiser(self, dtype: torch.dtype) -> SD3Denoiser:
-        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        return SD3Denoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> SD3Conditioner:
         """Read tokenizers and encoders; without a third encoder, T5's part is zeros as in stock.

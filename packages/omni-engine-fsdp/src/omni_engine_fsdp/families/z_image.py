@@ -129,12 +129,9 @@ class ZImageFamily(FolderFamily):
     name = "z_image"
     pipeline_classes = ("ZImagePipeline",)
     transformer_class = ZImageTransformer2DModel
+    denoiser_class = ZImageDenoiser
     text_layout = TextLayout.MASKED
     lora_targets = ZImageDenoiser.targets
-
-    def load_denoiser(self, dtype: torch.dtype) -> ZImageDenoiser:
-        """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`."""
-        return ZImageDenoiser(self.load_transformer(dtype), self.compute_dtype)
 
     def load_conditioner(self, dtype: torch.dtype) -> ZImageConditioner:
         """Read the tokenizer and the encoder.
