@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from omni_core.choices import StepKind
+from omni_core.input_image import InputImage
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import SamplingSpec
 from omni_rollout_vllm.request_check import Served, check_requests
@@ -48,6 +49,13 @@ def test_an_adapter_of_an_older_version_is_not_sampled_with() -> None:
         ValueError, match=r"no adapter named 'old' was pushed .* with version 2; there are: default"
     ):
         check_requests(requests_for(SPEC, adapter="old"), newer)
+
+
+def test_an_input_image_is_refused() -> None:
+    (request,) = requests_for(SPEC, ["make it red"])
+    edit = attrs.evolve(request, image=InputImage(path="a.png"))
+    with pytest.raises(ValueError, match="an input image is given, and this model samples from"):
+        check_requests([edit], served(default=1))
 
 
 def test_another_frame_rate_than_the_models_is_refused() -> None:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from omni_core.config import ConfigError, structure
+from omni_core.input_image import InputImage
 from omni_core.plugins import REWARDS, registry
 from omni_core.reward import RewardInput
 from omni_core.testing import RewardSuite
@@ -226,6 +227,18 @@ def test_pictures_and_rows_arrive_as_they_were(server):
     assert np.array_equal(np.stack([np.asarray(i) for i in received(body)]), sent.image.numpy())
     assert [r.value for r in found] == [float(i.double().mean()) for i in sent.image]
     assert reward.target('a "x"') == "x"
+
+
+def test_what_is_edited_arrives_beside_the_edits(server):
+    reward = HTTPReward(HTTPRewardConfig(url=server.url))
+    reward.setup()
+    edited = pictures(1).image[0]
+    reward.score(pictures(2), [RewardInput(prompt="p", image=InputImage.of(edited)), *rows(1)])
+    reward.close()
+    sent, none = server.requests[0][1]["input_images"]
+    assert none is None
+    (found,) = received({"images": [sent]})
+    assert np.array_equal(np.asarray(found), edited.numpy())
 
 
 def test_jpeg_is_smaller_on_the_wire(server):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from omni_core.input_image import InputImage
 from omni_core.plugins import REWARDS, registry
 from omni_core.reward import RewardInput
 from omni_core.testing import RewardSuite
@@ -72,7 +73,7 @@ def test_it_is_given_pillow_images_prompts_and_the_rows_other_columns(tmp_path):
     reward.setup()
     inputs = [
         RewardInput(prompt="a", target="A", metadata={"n": 1}),
-        RewardInput(prompt="b"),
+        RewardInput(prompt="b", image=InputImage.of(pictures(5).image[0])),
     ]
     assert [result.value for result in reward.score(pictures(7, 9), inputs)] == [0, 1]
     images, prompts, metadata = reward._function.__globals__["SEEN"][0]
@@ -81,7 +82,9 @@ def test_it_is_given_pillow_images_prompts_and_the_rows_other_columns(tmp_path):
         ("RGB", (4, 4), (9, 9, 9)),
     ]
     assert prompts == ["a", "b"]
-    assert metadata == [{"n": 1, "target": "A"}, {}]
+    assert metadata[0] == {"n": 1, "target": "A"}
+    assert metadata[1].keys() == {"input_image"}
+    assert metadata[1]["input_image"].getpixel((0, 0)) == (5, 5, 5)
 
 
 def test_a_target_rule_applies_to_its_prompts(tmp_path):

@@ -43,6 +43,7 @@ _HOMES = {
         "noise_to",
         "velocity_error",
     ),
+    "omni_core.input_image": ("InputImage",),
     "omni_core.kl": ("gaussian_kl", "velocity_kl"),
     "omni_core.language_advantages": (
         "OutcomeAdvantages",
@@ -69,6 +70,7 @@ _HOMES = {
         "Codec",
         "Conditioner",
         "Denoiser",
+        "EditConditioner",
         "Guidance",
         "ModelFamily",
         "Step",

@@ -52,6 +52,8 @@ class ModelFacts:
     experts: tuple[str, ...]
     keeps_copies: bool = False
     """The engine keeps other policies as copies of every weight where there is no adapter."""
+    inputs: tuple[str, ...] = ("text",)
+    """What a sample is made from: see `ModelFamily.inputs`."""
 
     @property
     def keeps_policies(self) -> bool:
@@ -75,6 +77,7 @@ class ModelFacts:
             masked_text=family.text_layout is TextLayout.MASKED,
             has_adapter=has_adapter,
             experts=family.expert_names,
+            inputs=family.inputs,
         )
 
 

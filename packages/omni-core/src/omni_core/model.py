@@ -185,6 +185,45 @@ class Conditioner(ABC):
         """Move the encoders."""
 
 
+class EditConditioner(Conditioner):
+    """Prompts, and the image that each edits, to conditioning."""
+
+    def encode(
+        self, prompts: Sequence[str], *, negative_prompt: str, guidance: Guidance
+    ) -> Conditioning:
+        """Refuse prompts without images.
+
+        Raises:
+            ValueError: always.
+        """
+        del negative_prompt, guidance
+        msg = f"{type(self).__name__} edits images: each of the {len(prompts)} prompts needs one"
+        raise ValueError(msg)
+
+    @abstractmethod
+    def encode_edits(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Tensor],
+        codec: Codec,
+        *,
+        negative_prompt: str,
+        guidance: Guidance,
+    ) -> Conditioning:
+        """Encode G prompts with their images, each once.
+
+        Args:
+            prompts: G.
+            images: uint8 [H, W, 3] each, of any size.
+            codec: Of the same family; its `encode` makes latents of the images.
+            negative_prompt: Of all.
+            guidance: Of all.
+
+        Raises:
+            ValueError: a prompt that the family cannot take; names it.
+        """
+
+
 class Codec(ABC):
     """Media to latents and back."""
 
@@ -199,6 +238,15 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, latents: Latents) -> Media:
         """Decode final latents, modality -> float32 [B, ...]."""
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Encode images, uint8 [B, H, W, 3], as latents of the codec's dtype, without randomness.
+
+        Raises:
+            NotImplementedError: the family edits no images.
+        """
+        msg = f"{type(self).__name__} decodes only; got {len(images)} images to encode"
+        raise NotImplementedError(msg)
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
@@ -219,6 +267,8 @@ class ModelFamily(ABC):
     """What its denoiser makes of a guidance scale."""
     tasks: tuple[str, ...] = ("text-to-image",)
     """What it is trained to do."""
+    inputs: tuple[str, ...] = ("text",)
+    """What a sample is made from: `text`, and `image` where prompts edit one (`EditConditioner`)."""
     modalities: tuple[str, ...] = ("image",)
     """Keys of its latents."""
     lora_targets: tuple[str, ...] = ()

@@ -109,6 +109,8 @@ class DiffusionPipelineConfig:
     """Video frames; 1 for images."""
     frame_rate: float = attrs.field(default=24.0, validator=positive)
     """Video frames a second; families of video with sound are conditioned on it."""
+    input_image_area: int = attrs.field(default=1024 * 1024, validator=positive)
+    """Pixels that an input image is brought to, in the proportions of `width` and `height`."""
 
     def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
         """Return the keywords with which most stock pipelines draw what a sampling config means."""

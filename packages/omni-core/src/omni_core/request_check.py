@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from omni_core.choices import StepKind
 from omni_core.trajectory import RolloutRequest, SamplingSpec
 
+IMAGE = "image"
+"""Among `ModelFamily.inputs`: prompts edit one."""
+
 
 def check_once(requests: Sequence[RolloutRequest]) -> None:
     """Check that no samples are requested twice by requests that were submitted together.
@@ -55,6 +58,33 @@ def check_guidance(spec: SamplingSpec, second: str | None) -> None:
             "guidance_scale_2 out"
         )
         raise ValueError(msg)
+
+
+def check_image(request: RolloutRequest, inputs: Sequence[str]) -> None:
+    """Check that a request has an input image where the model takes one, and else none.
+
+    Args:
+        request: Asked for.
+        inputs: `ModelFamily.inputs` of what samples.
+
+    Raises:
+        ValueError: it has none, or one that nothing would look at.
+    """
+    mistake = image_mistake(given=request.image is not None, inputs=inputs)
+    if mistake is not None:
+        raise ValueError(mistake)
+
+
+def image_mistake(*, given: bool, inputs: Sequence[str]) -> str | None:
+    """Say what is wrong with giving images, or none, to a model of these inputs; None if nothing is."""
+    if given and IMAGE not in inputs:
+        return (
+            f"an input image is given, and this model samples from {' and '.join(inputs)} alone; leave "
+            "data.image_column out"
+        )
+    if not given and IMAGE in inputs:
+        return "this model edits images, and no input image is given; name their column: data.image_column"
+    return None
 
 
 def check_frame_rate(spec: SamplingSpec, frame_rate: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from omni_core.input_image import InputImage
 from omni_core.trajectory import Media
 
 
@@ -38,6 +39,8 @@ class RewardInput:
     """What the prompt asks for, by the reward's target rule (OCR: the text to be read)."""
     metadata: Mapping[str, object] = attrs.field(factory=dict)
     """The other columns of the row."""
+    image: InputImage | None = None
+    """What the sample is an edit of."""
 
 
 class RetryableRewardError(RuntimeError):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from omni_core.choices import StepKind
+from omni_core.input_image import InputImage
 from omni_core.prompt_length import PromptLength
 from omni_core.records import TensorRecord, join
 from omni_core.reverse_step import Latents
@@ -38,7 +39,7 @@ C = TypeVar("C", bound="Conditioning")
 
 @attrs.frozen(kw_only=True)
 class SamplingSpec:
-    """Everything that decides how a sample is drawn, but for its prompt and seed.
+    """Everything that decides how a sample is drawn, but for its prompt, input image and seed.
 
     It is sent with a request, echoed as `Trajectory.effective` and compared field by field.
     """
@@ -117,6 +118,8 @@ class RolloutRequest:
     adapter: str = "default"
     weight_version: int | None = None
     """The policy version asked for; None takes any."""
+    image: InputImage | None = None
+    """What the samples are edits of, where the family edits images (`ModelFamily.inputs`)."""
 
     def __attrs_post_init__(self) -> None:
         if len({(s.group_id, s.prompt) for s in self.samples}) != 1:

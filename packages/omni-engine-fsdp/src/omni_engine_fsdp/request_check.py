@@ -9,6 +9,7 @@ from omni_core.options import DiffusionPipelineConfig
 from omni_core.request_check import (
     check_frame_rate,
     check_guidance,
+    check_image,
     check_length,
     check_once,
     check_sampling,
@@ -53,6 +54,7 @@ def check_requests(
                 with engine.use_adapter(request.adapter):
                     checked.add((request.sampling, request.adapter))
             check_window(request)
+            check_image(request, engine.family.inputs)
             if request.weight_version not in (None, engine.weight_version):
                 raise ValueError(
                     f"weight version {request.weight_version} was asked for; the engine is at "

@@ -9,6 +9,7 @@ import attrs
 from omni_core.request_check import (
     check_frame_rate,
     check_guidance,
+    check_image,
     check_length,
     check_once,
     check_sampling,
@@ -45,6 +46,7 @@ def check_requests(requests: Sequence[RolloutRequest], served: Served) -> None:
                 _check_spec(request.sampling, served)
                 checked.add(request.sampling)
             check_window(request)
+            check_image(request, inputs=("text",))
             _check_policy(request, served)
         except ValueError as error:
             msg = f"group {request.group_id!r}: {error}"

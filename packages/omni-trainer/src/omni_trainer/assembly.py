@@ -224,6 +224,7 @@ def worker_config(config: RunConfig) -> ActorRolloutRefConfig:
         rollout=config.rollout.name,
         rollout_options=config.rollout.options,
         device=config.trainer.device,
+        input_images=config.data.image_column is not None,
     )
 
 

@@ -123,6 +123,7 @@ def plan_rollout(
                 window=window(seed(f"{purpose}-window", 0)),
                 adapter=adapter,
                 weight_version=weight_version,
+                image=row.image,
             )
         )
     return RolloutPlan(

@@ -63,6 +63,9 @@ class DataConfig:
     target_column: str | None = None
     """Column of the target, then required; None takes `target` where a row has it, and else the reward's
     rule."""
+    image_column: str | None = None
+    """Column of the picture that the prompt edits, then required: a path from the file's own folder, or the
+    picture itself. For models that edit images."""
     prompts_per_step: int = attrs.field(default=8, validator=positive)
     tail: Tail = Tail.CARRY
     on_bad_row: BadRowPolicy = BadRowPolicy.RAISE
@@ -72,7 +75,12 @@ class DataConfig:
     @property
     def columns(self) -> Columns:
         """The columns that are read; all others are a row's metadata."""
-        return Columns(prompt=self.prompt_column, id=self.id_column, target=self.target_column)
+        return Columns(
+            prompt=self.prompt_column,
+            id=self.id_column,
+            target=self.target_column,
+            image=self.image_column,
+        )
 
 
 @attrs.frozen(kw_only=True)

@@ -131,7 +131,7 @@ def _ordered(
 
 def reward_input(row: PromptRow) -> RewardInput:
     """Make what a scorer is told of a prompt's row."""
-    return RewardInput(prompt=row.prompt, target=row.target, metadata=row.metadata)
+    return RewardInput(prompt=row.prompt, target=row.target, metadata=row.metadata, image=row.image)
 
 
 def detail_means(results: Sequence[RewardResult]) -> dict[str, float]:

@@ -39,6 +39,12 @@ class _Subject:
     run: RunConfig | None
     """None for a file alone."""
 
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height that the run's model is run with."""
+        pipeline = self.run and self.run.model.pipeline
+        return (pipeline.width, pipeline.height) if pipeline else None
+
 
 def check(
     source: str,
@@ -63,7 +69,7 @@ def check(
     if subject.data.heldout is not None:
         files["heldout"] = _load(subject.data.heldout, subject)
     reports = {
-        name: examine(file, lengths and lengths([row.prompt for row in file.rows]))
+        name: examine(file, lengths and lengths([row.prompt for row in file.rows]), subject.size)
         for name, file in files.items()
     }
     _print_reports(files, reports)
@@ -113,6 +119,7 @@ def _load(path: str, subject: _Subject) -> PromptFile:
         reward=None if reward is None else build_reward(reward.name, reward.options),
         on_bad_row=BadRowPolicy.SKIP,
         columns=subject.data.columns,
+        whole_images=True,
     )
 
 
@@ -156,6 +163,8 @@ def _print_reports(files: Mapping[str, PromptFile], reports: Mapping[str, FileRe
         add("tokens", lambda report: _spread(report.tokens))
         add("tokens read", lambda report: report.limit)
         add("cut", lambda report: len(report.cut))
+    if any(report.images for report in columns):
+        add("images", lambda report: report.images)
     print_table(["", *reports], rows)
 
 
@@ -169,11 +178,13 @@ def _tell(
     bad = [line for report in reports.values() for line in report.bad]
     repeats = [line for report in reports.values() for line in report.repeats]
     cut = [line for report in reports.values() for line in report.cut]
+    stretched = [line for report in reports.values() for line in report.stretched]
     kinds = [
         ("bad row", "bad rows", bad, not skips),
         ("held-out prompt is trained on", "held-out prompts are trained on", shared, True),
         ("prompt is a repeat", "prompts are repeats", repeats, False),
         ("prompt is cut", "prompts are cut", cut, False),
+        ("image is stretched", "images are stretched", stretched, False),
     ]
     failed = False
     for one, many, lines, fails in kinds:

@@ -6,6 +6,8 @@ import enum
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -133,6 +135,15 @@ def _identity(rows: Sequence[PromptRow], seed: int, shuffle: bool) -> dict[str, 
     """Say what an order belongs to."""
     from omni_core.seeds import derive_seed
 
-    parts = [part for row in rows for part in (row.row_id, row.prompt)]
+    parts = [part for row in rows for part in (row.row_id, row.prompt, *_image_name(row))]
     digest = f"{derive_seed('prompts', *parts):016x}"
     return {"rows": len(rows), "digest": digest, "seed": seed, "shuffle": shuffle}
+
+
+def _image_name(row: PromptRow) -> tuple[str, ...]:
+    """Name a row's image by its file, wherever the folder is, or by its bytes; nothing of a row without one."""
+    if row.image is None:
+        return ()
+    if row.image.data is not None:
+        return (sha256(row.image.data).hexdigest(),)
+    return (Path(str(row.image.path)).name,)

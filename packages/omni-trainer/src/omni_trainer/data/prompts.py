@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from omni_core.input_image import InputImage
+from omni_trainer.data.images import image_of
 from omni_trainer.data.records import TEXT, Record, place, read_records
 from omni_trainer.data.rows import BadRowPolicy, PromptFile, PromptFileError, PromptRow
 
@@ -26,6 +28,13 @@ class Columns:
     """A text or whole number that names a row for good; None takes the line."""
     target: str | None = None
     """A text in each row; None takes `target` where a row has it, and else the reward's rule."""
+    image: str | None = None
+    """The picture that the prompt edits, in each row: a path from the file's own folder, or stored in the row."""
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Those that a file without columns cannot have."""
+        return tuple(name for name in (self.id, self.target, self.image) if name)
 
 
 def load_prompts(
@@ -34,6 +43,7 @@ def load_prompts(
     reward: RewardFunction | None,
     on_bad_row: BadRowPolicy,
     columns: Columns | None = None,
+    whole_images: bool = False,
 ) -> PromptFile:
     """Read a prompt file.
 
@@ -41,8 +51,10 @@ def load_prompts(
         path: See `omni_trainer.data.records` for the kinds of files.
         reward: Takes a row's target from its prompt; a prompt that it refuses is a bad row.
         on_bad_row: A row is bad when it is blank, not UTF-8, not an object, has no prompt or one of
-            spaces, repeats an id, lacks a column that is named, or has no target by the reward's rule.
+            spaces, repeats an id, lacks a column that is named, has no target by the reward's rule, or an
+            image that is missing or none.
         columns: None takes the default names.
+        whole_images: Decode every image, instead of looking at the heads of their files.
 
     Raises:
         FileNotFoundError: no such file.
@@ -50,16 +62,16 @@ def load_prompts(
             under `raise` (all of them).
     """
     columns = columns or Columns()
-    if path.suffix.lower() == TEXT and (columns.id or columns.target):
-        name = columns.id or columns.target
-        msg = f"{path}: a .txt file has no columns, so no column {name!r}"
+    if path.suffix.lower() == TEXT and columns.named:
+        msg = f"{path}: a .txt file has no columns, so no column {columns.named[0]!r}"
         raise PromptFileError(msg)
     rows: list[PromptRow] = []
     mistakes: list[str] = []
     known: set[str] = set()
+    folder = path if path.is_dir() else path.parent
     for record in read_records(path, columns.prompt):
         try:
-            row = _row(record, columns, reward)
+            row = _row(record, columns, reward, folder=folder, whole=whole_images)
             if row.row_id in known:
                 msg = f"id {row.row_id!r} is that of an earlier row"
                 raise ValueError(msg)
@@ -78,7 +90,14 @@ def load_prompts(
     return PromptFile(path=path, rows=tuple(rows), skipped=tuple(mistakes))
 
 
-def _row(record: Record, columns: Columns, reward: RewardFunction | None) -> PromptRow:
+def _row(
+    record: Record,
+    columns: Columns,
+    reward: RewardFunction | None,
+    *,
+    folder: Path,
+    whole: bool,
+) -> PromptRow:
     """Make a row of a record; ValueError says what is wrong with it."""
     if record.mistake is not None:
         raise ValueError(record.mistake)
@@ -86,10 +105,15 @@ def _row(record: Record, columns: Columns, reward: RewardFunction | None) -> Pro
     prompt = _prompt(values, columns.prompt)
     row_id = str(record.line) if columns.id is None else _id(values, columns.id)
     own = _own_target(values, columns.target)
+    image: InputImage | None = None
+    if columns.image is not None:
+        stored = values.pop(columns.image, None)
+        image = image_of(stored, column=columns.image, folder=folder, whole=whole)
     return PromptRow(
         row_id=row_id,
         prompt=prompt,
         target=own if own is not None or reward is None else reward.target(prompt),
+        image=image,
         metadata=values,
         line=record.line,
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import attrs
 
+from omni_core.input_image import InputImage
+
 
 class BadRowPolicy(enum.StrEnum):
     """What happens to a file with rows that cannot be used."""
@@ -43,6 +45,8 @@ class PromptRow:
     """The other columns of the row."""
     line: int
     """Counted from 1; where a file has no lines, the row's number."""
+    image: InputImage | None = None
+    """What the prompt edits, where a column of images is named."""
 
 
 @attrs.frozen(kw_only=True)

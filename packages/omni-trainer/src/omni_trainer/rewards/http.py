@@ -6,6 +6,7 @@
 
     200 {"scores": [0.5, null, ...]}        or the list alone: one for each image, in order
 
+Where samples are edits, `"input_images"` holds what each is an edit of, in the form of the others.
 `null` or a number that is not finite says that this picture has no score. A time-out, a connection that
 fails, 408, 429 and 5xx may pass and are tried again (`reward.retries`); any other answer, an empty list or
 a wrong count among them, fails the batch at once. A failure is never a zero.
@@ -26,7 +27,7 @@ from PIL import Image
 from omni_core.reward import RetryableRewardError, RewardFunction, RewardInput, RewardResult
 from omni_core.trajectory import Media
 from omni_trainer.rewards.options import HTTPRewardConfig
-from omni_trainer.rewards.pictures import images_of, pillow_images
+from omni_trainer.rewards.pictures import images_of, input_images, pillow_images
 from omni_trainer.targets import RULES
 
 if TYPE_CHECKING:
@@ -110,12 +111,20 @@ class HTTPReward(RewardFunction):
                     "prompts": [row.prompt for row in inputs],
                     "targets": [row.target for row in inputs],
                     "metadata": [dict(row.metadata) for row in inputs],
+                    **self._edited(inputs),
                 },
                 allow_nan=False,
             ).encode()
         except (TypeError, ValueError) as exc:
             msg = f"reward {self.name!r}: a row's columns cannot be sent as JSON: {exc}"
             raise ValueError(msg) from exc
+
+    def _edited(self, inputs: Sequence[RewardInput]) -> dict[str, list[str | None]]:
+        if all(row.image is None for row in inputs):
+            return {}
+        form = self.options.format.value
+        found = [None if one is None else _encoded(one, form) for one in input_images(inputs)]
+        return {"input_images": found}
 
     def _answer(self, body: bytes) -> httpx.Response:
         import httpx

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from PIL import Image
 from torch import Tensor
 
+from omni_core.input_image import InputImage
 from omni_core.reward import RewardInput
 from omni_core.trajectory import Media
 
@@ -29,6 +30,15 @@ def images_of(media: Media, inputs: Sequence[RewardInput], reward: str) -> Tenso
         msg = f"reward {reward!r} got {len(media.image)} images for {len(inputs)} inputs"
         raise ValueError(msg)
     return media.image
+
+
+def input_images(inputs: Sequence[RewardInput]) -> list[Image.Image | None]:
+    """Decode what each sample is an edit of, each image once; None where it is none."""
+    decoded: dict[InputImage, Image.Image] = {}
+    for row in inputs:
+        if row.image is not None and row.image not in decoded:
+            decoded[row.image] = Image.fromarray(row.image.pixels().numpy())
+    return [None if row.image is None else decoded[row.image] for row in inputs]
 
 
 def pillow_images(images: Tensor) -> list[Image.Image]:

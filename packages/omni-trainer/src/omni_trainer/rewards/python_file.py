@@ -2,7 +2,8 @@
 
 - images: B `PIL.Image.Image` of mode RGB;
 - prompts: B texts;
-- metadata: B dicts, the other columns of each prompt's row, and its `target` where it has one.
+- metadata: B dicts, the other columns of each prompt's row, its `target` where it has one, and
+  `input_image`, a `PIL.Image.Image`, where it edits one.
 
 It returns B numbers in the order of the images. `None` or a number that is not finite in place of one
 says that this picture has no score, which is a failure (`reward.on_error`), never a zero. A wrong count
@@ -27,7 +28,7 @@ from omni_core import plugins, resources
 from omni_core.reward import RewardFunction, RewardInput, RewardResult
 from omni_core.trajectory import Media
 from omni_trainer.rewards.options import PythonRewardConfig
-from omni_trainer.rewards.pictures import images_of, pillow_images
+from omni_trainer.rewards.pictures import images_of, input_images, pillow_images
 from omni_trainer.targets import RULES
 
 Function = Callable[[list[Image.Image], list[str], list[dict[str, Any]]], Iterable[Any]]
@@ -95,7 +96,9 @@ class PythonReward(RewardFunction):
             raise RuntimeError(msg)
         pictures = pillow_images(images_of(media, inputs, self.name))
         prompts = [row.prompt for row in inputs]
-        returned: Any = self._function(pictures, prompts, [_metadata(row) for row in inputs])
+        edited = input_images(inputs)
+        metadata = [_metadata(row, image) for row, image in zip(inputs, edited, strict=True)]
+        returned: Any = self._function(pictures, prompts, metadata)
         return [self._result(value) for value in self._values(returned)]
 
     def close(self) -> None:
@@ -118,8 +121,9 @@ class PythonReward(RewardFunction):
         return RewardResult(value=value)
 
 
-def _metadata(row: RewardInput) -> dict[str, Any]:
-    return {**row.metadata, **({} if row.target is None else {"target": row.target})}
+def _metadata(row: RewardInput, image: Image.Image | None) -> dict[str, Any]:
+    known = {"target": row.target, "input_image": image}
+    return {**row.metadata, **{name: each for name, each in known.items() if each is not None}}
 
 
 def _check_defines(path: Path, function: str) -> None:

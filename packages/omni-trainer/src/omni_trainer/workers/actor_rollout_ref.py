@@ -27,6 +27,7 @@ from omni_core.options import (
 )
 from omni_core.plugins import ROLLOUTS, registry
 from omni_core.prompt_length import PromptLength
+from omni_core.request_check import image_mistake
 from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Media, RolloutRequest, Trajectory, TrajectoryInfo
@@ -57,6 +58,8 @@ class ActorRolloutRefConfig:
     """Plugin of `omni.rollouts`."""
     rollout_options: DiffusionRolloutConfig
     device: str = "auto"
+    input_images: bool = False
+    """Whether requests come with an image that the prompt edits."""
 
     def training(self) -> TrainingWorkerConfig:
         """The part that the training worker needs."""
@@ -178,7 +181,13 @@ class ActorRolloutRefWorker:
 
     def _check_supported(self, engine: BaseEngine) -> None:
         facts = engine.facts()
-        reason = None if facts is None else self.algorithm.unsupported(facts)
+        if facts is None:
+            return
+        mistake = image_mistake(given=self.config.input_images, inputs=facts.inputs)
+        if mistake is not None:
+            msg = f"model.path: {self.config.actor.model.path!r}: {mistake}"
+            raise ValueError(msg)
+        reason = self.algorithm.unsupported(facts)
         if reason is not None:
             name, path = self.config.actor.loss.name, self.config.actor.model.path
             msg = f"algorithm.name: {name} cannot train {path!r}: {reason}"

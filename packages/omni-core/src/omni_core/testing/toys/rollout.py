@@ -18,7 +18,7 @@ from torch import Tensor
 from omni_core.choices import StepKind
 from omni_core.model import Denoiser, Guidance
 from omni_core.options import DiffusionSamplingConfig, EngineConfig
-from omni_core.request_check import check_frame_rate, check_guidance, check_length
+from omni_core.request_check import check_frame_rate, check_guidance, check_image, check_length
 from omni_core.rollout import (
     BaseRollout,
     PolicyCard,
@@ -151,6 +151,7 @@ class ToyRollout(BaseRollout):
         check_length(spec, pipeline.max_sequence_length)
         check_frame_rate(spec, pipeline.frame_rate)
         check_guidance(spec, self.engine.family.second_guidance)
+        check_image(request, self.engine.family.inputs)
         if request.window:
             if spec.kind is StepKind.ODE or spec.noise_level == 0.0:
                 msg = f"{where}: a deterministic sampler has no window, got {request.window}"
