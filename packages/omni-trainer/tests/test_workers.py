@@ -12,7 +12,13 @@ from omni_core.choices import StepKind
 from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss
 from omni_core.options import DiffusionSamplingConfig, ScheduleSource
-from omni_core.rollout import RolloutState, RolloutStateError, WeightMismatchError, WeightUpdate
+from omni_core.rollout import (
+    RolloutState,
+    RolloutStateError,
+    UpdateReport,
+    WeightMismatchError,
+    WeightUpdate,
+)
 from omni_core.testing.toys import ToyEngine, ToyRollout
 from omni_core.trajectory import RolloutRequest, SampleRecord
 from omni_trainer import ActorRolloutRefWorker, ServerAdapter, TrainingWorker
@@ -307,6 +313,27 @@ def test_each_policy_of_a_version_is_pushed_once_and_when_it_is_about_to_sample(
     assert worker.update_weights() == 1
     assert worker.update_weights("old") == 1
     assert pushed == [("old", 0), ("default", 1), ("old", 1)]
+
+
+def test_a_rollout_that_holds_one_policy_is_pushed_again_what_another_one_replaced(
+    toy_source, monkeypatch
+):
+    """As merged adapters are: an evaluation with another policy than samples takes its place."""
+    worker = make(toy_source, "rollout.placement=replica")
+    worker.training.engine.add_adapter("old")
+    pushed = []
+
+    def watched(new):
+        pushed.append(new.adapter)
+        return UpdateReport(version=new.version, bound=tuple(new.tensors), seconds=0.0, nbytes=0)
+
+    monkeypatch.setattr(worker.rollout, "update", watched)
+    monkeypatch.setattr(
+        type(worker.config.rollout_options), "keeps_adapters", property(lambda options: False)
+    )
+    for adapter in ("old", "old", None, "default", "old"):
+        worker.update_weights(adapter)
+    assert pushed == ["old", "default", "old"]
 
 
 def test_a_rollout_that_shares_the_module_is_pushed_nothing(worker, monkeypatch):

@@ -355,6 +355,11 @@ class DiffusionRolloutConfig:
     """Pushed weights travel in buckets of this size."""
     sampling: DiffusionSamplingConfig = attrs.field(factory=DiffusionSamplingConfig)
 
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether adapters that were pushed are kept beside each other, or each push replaces the last."""
+        return True
+
 
 # -- algorithm ------------------------------------------------------------------------------------
 

@@ -60,3 +60,8 @@ class VllmOmniRolloutConfig(DiffusionRolloutConfig):
     max_restarts: int = attrs.field(default=2, validator=not_negative)
     """Engines that may be lost before the rollout gives up."""
     limits: TimeLimits = attrs.field(factory=TimeLimits)
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Not where they are merged: the weights hold one at a time."""
+        return self.adapter_form is not AdapterForm.MERGED

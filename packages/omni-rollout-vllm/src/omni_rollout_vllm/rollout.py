@@ -38,7 +38,6 @@ from omni_core.weight_buckets import (
     DeviceStore,
     PackedBucket,
     WeightStore,
-    bit_sums,
 )
 from omni_rollout_vllm import messages, upstream
 from omni_rollout_vllm.counts import Counts
@@ -46,7 +45,8 @@ from omni_rollout_vllm.engine_link import EngineDiedError, EngineLink
 from omni_rollout_vllm.engine_pool import EnginePool
 from omni_rollout_vllm.families import FAMILIES, Folder, family_of
 from omni_rollout_vllm.jobs import Job, Work
-from omni_rollout_vllm.options import AdapterForm, Executor, VllmOmniRolloutConfig
+from omni_rollout_vllm.options import Executor, VllmOmniRolloutConfig
+from omni_rollout_vllm.pushed import Pushed, digest_of, expects_change, replaced_by
 from omni_rollout_vllm.request_check import Served, check_requests
 from omni_rollout_vllm.weight_names import mismatch
 
@@ -55,19 +55,6 @@ log = structlog.get_logger()
 ADAPTERS = 4
 """Named adapters that an engine keeps at once."""
 MIB = 2**20
-
-
-@attrs.frozen(kw_only=True)
-class _Pushed:
-    """What the engines sample with: tensors are held by the buckets, which a fresh engine gets again."""
-
-    version: int
-    names: tuple[str, ...]
-    adapter: str | None
-    alpha_over_rank: float
-    digest: dict[str, int]
-    """Of the tensors' bits; empty for an adapter that adds nothing."""
-    buckets: tuple[AnyBucket, ...] = ()
 
 
 class VllmOmniRollout(BaseRollout):
@@ -93,7 +80,7 @@ class VllmOmniRollout(BaseRollout):
         self._state = RolloutState.WEIGHTS_STALE
         self._before_sleep = RolloutState.WEIGHTS_STALE
         self._version = -1
-        self._pushed: dict[str | None, _Pushed] = {}
+        self._pushed: dict[str | None, Pushed] = {}
         self._stores: dict[str | None, WeightStore] = {}
         self._jobs: dict[int, Job] = {}
         self._handles = itertools.count()
@@ -196,7 +183,7 @@ class VllmOmniRollout(BaseRollout):
 
     @property
     def _merges(self) -> bool:
-        return self.options.adapter_form is AdapterForm.MERGED
+        return not self.options.keeps_adapters
 
     def poll(self, handle: RolloutHandle) -> list[Trajectory]:
         """Return what finished since the last poll.
@@ -298,20 +285,20 @@ class VllmOmniRollout(BaseRollout):
             raise RolloutStateError(msg)
         versions = {name: one.version for name, one in self._pushed.items()}
         check_version(update, now=self._version, pushed=versions)
-        pushed = _Pushed(
+        pushed = Pushed(
             version=update.version,
             names=tuple(update.tensors),
             adapter=update.adapter,
             alpha_over_rank=1.0 if update.alpha_over_rank is None else update.alpha_over_rank,
-            digest=_digest(update, getattr(torch, self.engine.model_config.dtype.value)),
+            digest=digest_of(update, getattr(torch, self.engine.model_config.dtype.value)),
         )
-        before = self._pushed.get(update.adapter)
-        self._check_names(pushed, before)
+        self._check_names(pushed, self._pushed.get(update.adapter))
+        before = replaced_by(pushed, self._pushed, one_adapter=self._merges)
         buckets, bound = self._push(update, pushed)
         nbytes = sum(value.nbytes for value in update.tensors.values())
         self._counts.pushed_bytes += nbytes
         for one in bound:
-            self._check_bound(pushed, one, expect_change=_expects_change(pushed, before))
+            self._check_bound(pushed, one, expect_change=expects_change(pushed, before))
         self._forget_others(update.adapter)
         self._pushed[update.adapter] = attrs.evolve(pushed, buckets=buckets)
         self._version = update.version
@@ -324,7 +311,7 @@ class VllmOmniRollout(BaseRollout):
         )
 
     def _push(
-        self, update: WeightUpdate, pushed: _Pushed
+        self, update: WeightUpdate, pushed: Pushed
     ) -> tuple[tuple[AnyBucket, ...], list[messages.Bound]]:
         """Bind an update on every engine; one that is lost meanwhile is started again, and all anew.
 
@@ -347,7 +334,7 @@ class VllmOmniRollout(BaseRollout):
                     self._pool.restart(link, error)
                     self._restore(link, but=update.adapter)
 
-    def _send(self, update: WeightUpdate, pushed: _Pushed) -> tuple[AnyBucket, ...]:
+    def _send(self, update: WeightUpdate, pushed: Pushed) -> tuple[AnyBucket, ...]:
         for link in self._pool.links:
             self._begin(link, pushed)
         self._state = RolloutState.WEIGHTS_STALE
@@ -381,7 +368,7 @@ class VllmOmniRollout(BaseRollout):
             if name in self._stores:
                 self._stores.pop(name).close()
 
-    def _check_names(self, pushed: _Pushed, before: _Pushed | None) -> None:
+    def _check_names(self, pushed: Pushed, before: Pushed | None) -> None:
         """Names do not change from push to push."""
         if before is None or set(before.names) == set(pushed.names):
             return
@@ -389,12 +376,12 @@ class VllmOmniRollout(BaseRollout):
         missing = sorted(set(before.names) - set(pushed.names))
         raise mismatch(lost, missing, sorted(set(pushed.names) & set(before.names)))
 
-    def _begin(self, link: EngineLink, pushed: _Pushed) -> None:
+    def _begin(self, link: EngineLink, pushed: Pushed) -> None:
         whole = pushed.adapter is None
         begin = messages.BeginUpdate(names=pushed.names, adapter=not whole, at_once=whole)
         link.call(begin, timeout=self.options.limits.update)
 
-    def _end(self, link: EngineLink, pushed: _Pushed) -> messages.Bound:
+    def _end(self, link: EngineLink, pushed: Pushed) -> messages.Bound:
         end = messages.EndUpdate(
             adapter=pushed.adapter,
             alpha_over_rank=pushed.alpha_over_rank,
@@ -407,7 +394,7 @@ class VllmOmniRollout(BaseRollout):
     def _ask(self, request: Any) -> list[Any]:
         return self._pool.ask_all(request, timeout=self.options.limits.update)
 
-    def _check_bound(self, pushed: _Pushed, bound: messages.Bound, *, expect_change: bool) -> None:
+    def _check_bound(self, pushed: Pushed, bound: messages.Bound, *, expect_change: bool) -> None:
         if set(bound.names) != set(pushed.names):
             lost = sorted(set(pushed.names) - set(bound.names))
             raise mismatch(lost, [], sorted(bound.names))
@@ -498,22 +485,3 @@ class VllmOmniRollout(BaseRollout):
         for store in self._stores.values():
             store.close()
         self._stores.clear()
-
-
-def _expects_change(pushed: _Pushed, before: _Pushed | None) -> bool:
-    """Whether samples have to differ from those before the push.
-
-    What is in the model's folder is not known here, so the first whole weights may be the same.
-    """
-    if before is None:
-        return pushed.adapter is not None and bool(pushed.digest)
-    return before.digest != pushed.digest
-
-
-def _digest(update: WeightUpdate, dtype: torch.dtype) -> dict[str, int]:
-    """Of what an engine computes with, in its *dtype*; empty where an adapter's B factors are all 0."""
-    if update.adapter is not None:
-        ups = [value for name, value in update.tensors.items() if ".lora_B." in name]
-        if not any(bool(value.any()) for value in ups):
-            return {}
-    return bit_sums([(name, value.to(dtype)) for name, value in update.tensors.items()])

@@ -168,3 +168,22 @@ def test_a_merged_adapter_samples_as_the_training_engine_with_it(
     push(merging, {name: value * 0.1 for name, value in adapter.items()})
     push(merging, adapter)
     assert torch.equal(latents(sampled(merging, asked)), latents(found)), "base + once"
+
+
+def test_merged_policies_take_each_others_place(
+    merging: VllmOmniRollout, adapter: dict[str, Tensor], asked: list[RolloutRequest], push: Any
+) -> None:
+    """An evaluation with another policy than samples: pushed, asked, and pushed back at one version."""
+    push(merging, adapter)
+    mine = latents(sampled(merging, asked))
+    others = [attrs.evolve(request, adapter="old") for request in asked]
+
+    push(merging, {n: -v if ".lora_B." in n else v for n, v in adapter.items()}, adapter="old")
+    assert not torch.equal(latents(sampled(merging, others)), mine)
+    version = merging.weight_version
+    with pytest.raises(ValueError, match=r"no adapter named 'default' .* with version"):
+        merging.submit(asked)
+    push(merging, adapter, version=version)
+    assert torch.equal(latents(sampled(merging, asked)), mine)
+    push(merging, adapter, adapter="old", version=version)
+    assert torch.equal(latents(sampled(merging, others)), mine), "the same weights by another name"

@@ -233,6 +233,9 @@ class Trainer:
             return
         with self.timed("validate"):
             found, pictures = self.evaluator.run(self.step, weight_version=self.weight_version)
+            if self.step < self.config.trainer.steps:
+                # A rollout that holds one policy at a time gets back the one that samples.
+                self.group.broadcast("update_weights")
         counts = self.pool.counts()  # else the next step would have these seconds and retries
         retries = float(counts.retries - self.counted.retries)
         self.counted = counts

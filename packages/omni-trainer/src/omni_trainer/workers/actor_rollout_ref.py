@@ -132,7 +132,8 @@ class ActorRolloutRefWorker:
         self._made_group = process.join(self.place, self.training.device, store)
         self._rollout: BaseRollout | None = None
         self._pushed: dict[str | None, int] = {}
-        """Adapter -> version of its last push; empty with a rollout that shares the trained module."""
+        """Adapter that the rollout holds -> version of its last push; empty with a rollout that shares the
+        trained module."""
 
     @property
     def rollout(self) -> BaseRollout:
@@ -344,7 +345,8 @@ class ActorRolloutRefWorker:
 
         Args:
             adapter: The policy that is about to sample; None is the algorithm's. Of a version, each is
-                sent once. Where every weight is trained there is one policy.
+                sent once, unless the rollout holds one at a time. Where every weight is trained there
+                is one policy.
 
         Raises:
             WeightMismatchError: it was not; lists the names on both sides.
@@ -383,6 +385,8 @@ class ActorRolloutRefWorker:
             msg = f"the rollout did not bind {sent}; it bound {bound}"
             raise WeightMismatchError(msg)
         self.rollout.resume()
+        if not self.config.rollout_options.keeps_adapters:
+            self._pushed.clear()
         self._pushed[adapter] = version
         log.info(
             "weights.pushed",
