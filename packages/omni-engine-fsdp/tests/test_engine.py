@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from omni_core import plugins
+from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.options import (
     DiffusionModelConfig,
     DType,
@@ -19,8 +20,16 @@ from omni_core.options import (
     OptimizerConfig,
 )
 from omni_core.plugins import EngineRegistry
-from omni_engine_fsdp import FSDPEngineConfig, PPODiffusersFSDPEngine, SD3Family
+from omni_engine_fsdp import (
+    EngineRolloutConfig,
+    FSDPEngineConfig,
+    PPODiffusersFSDPEngine,
+    RolloutPlacement,
+    SD3Family,
+    ShardBase,
+)
 from omni_engine_fsdp.model_index import find_family
+from omni_engine_fsdp.options import Offload
 from omni_engine_fsdp.sharding import replicates_base
 
 
@@ -101,6 +110,41 @@ def test_parts_move_away_and_back(build_engine: Any, ranks: ModuleType, tiny_sd3
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     with pytest.raises(ValueError, match=r"engine\.to\('moon'\): expected 'cpu' or 'device'"):
         moved.to("moon")
+
+
+def test_whole_tensors_are_given_where_one_place_says(
+    build_engine: Any, tiny_sd3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for a device: with `offload: all` adapters lie in host memory and a replicated base does not."""
+    engine = build_engine(tiny_sd3, offload=Offload.ALL, shard_base=ShardBase.REPLICATE)
+    assert engine.weights_device == torch.device("cpu")
+    kinds: list[dict[str, Any]] = [{"merged": True}, {"adapter": None}, {}]
+    shapes = [{n: v.shape for n, v in engine.get_per_tensor_param(**kind)} for kind in kinds]
+    monkeypatch.setattr(type(engine), "weights_device", torch.device("meta"))
+    for kind, wanted in zip(kinds, shapes, strict=True):
+        found = dict(engine.get_per_tensor_param(**kind))
+        assert {value.device.type for value in found.values()} == {"meta"}
+        assert {name: value.shape for name, value in found.items()} == wanted
+
+
+def test_weights_are_given_in_host_memory_while_they_rest_there(
+    build_engine: Any, tiny_sd3: Path
+) -> None:
+    engine = build_engine(tiny_sd3)
+    engine.device = torch.device("meta")  # as another one than that of host memory
+    assert engine.weights_device == torch.device("meta")
+    engine._rests = True
+    assert engine.weights_device == torch.device("cpu")
+
+
+def test_an_engine_whose_weights_sample_cannot_rest() -> None:
+    config, algorithm = FSDPEngineConfig(rest_on_host=True), FlowGRPOOptions()
+    assert config.rests_on_host
+    assert not FSDPEngineConfig().rests_on_host
+    (said,) = config.mistakes(algorithm, EngineRolloutConfig()).values()
+    assert "samples with the trained weights themselves; take rest_on_host=false" in said
+    replica = EngineRolloutConfig(placement=RolloutPlacement.REPLICA)
+    assert config.mistakes(algorithm, replica) == {}
 
 
 def test_rows_that_cannot_be_trained_are_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -134,3 +135,47 @@ def test_what_was_sampled_can_be_trained_on_and_the_next_sample_is_another_polic
     assert torch.equal(before.latents["image"][:, 0], after.latents["image"][:, 0])
     assert not torch.equal(before.latents["image"], after.latents["image"])
     assert torch.equal(engine.replay(after), after.log_probs)
+
+
+def test_encoders_and_codec_that_rest_give_the_same_samples(
+    engine: PPODiffusersFSDPEngine,
+    rollout: EngineRollout,
+    sampling: SamplingSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are on the engine's device while they work, and in host memory else."""
+    wanted = rollout.generate(requests_for(sampling))
+    resting = EngineRollout(
+        EngineRolloutConfig(batch_size=4, offload_encoders=True, offload_codec=True), engine=engine
+    )
+    seen: list[tuple[str, str]] = []
+    for part, work in ((resting.conditioner, "encode"), (resting.codec, "decode")):
+        name = type(part).__name__
+        monkeypatch.setattr(part, "to", lambda place, name=name: seen.append((name, str(place))))
+        monkeypatch.setattr(part, work, _watched(getattr(part, work), seen, name))
+    found = resting.generate(requests_for(sampling))
+
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.latents["image"], other.latents["image"])
+        assert one.media is not None
+        assert other.media is not None
+        assert torch.equal(_image(one), _image(other))
+    for name in {name for name, _ in seen}:
+        own = [said for who, said in seen if who == name]
+        runs = len(own) // 3
+        assert own == ["cpu", "works", "cpu"] * runs
+    assert len({name for name, _ in seen}) == 2
+
+
+def _watched(work: Any, seen: list[tuple[str, str]], name: str) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        seen.append((name, "works"))
+        return work(*args, **options)
+
+    return run
+
+
+def _image(trajectory: Trajectory) -> torch.Tensor:
+    assert trajectory.media is not None
+    assert trajectory.media.image is not None
+    return trajectory.media.image

@@ -343,6 +343,35 @@ def test_a_rollout_that_shares_the_module_is_pushed_nothing(worker, monkeypatch)
     assert worker.update_weights() == worker.update_weights("default") == 1
 
 
+def test_an_engine_that_rests_is_in_host_memory_exactly_while_the_rollout_samples(
+    toy_source, monkeypatch
+):
+    worker = make(toy_source, "rollout.placement=replica")
+    said = []
+    monkeypatch.setattr(worker.training.engine, "to", lambda device, **parts: said.append(device))
+    list(worker.generate(requests(worker)))
+    assert said == []
+    monkeypatch.setattr(
+        type(worker.config.actor.engine), "rests_on_host", property(lambda options: True)
+    )
+    for _ in worker.generate(requests(worker)):
+        assert said == ["cpu"]
+    assert said == ["cpu", "device"]
+
+    given_up = worker.generate(requests(worker))
+    next(given_up)
+    given_up.close()
+    assert said == ["cpu", "device"] * 2
+    monkeypatch.setattr(worker.rollout, "stream", lost)
+    with pytest.raises(OSError, match="the rollout is gone"):
+        list(worker.generate(requests(worker)))
+    assert said == ["cpu", "device"] * 3
+
+
+def lost(*args, **options):
+    raise OSError("the rollout is gone")
+
+
 # -- a rollout that lives elsewhere -----------------------------------------------------------------
 
 

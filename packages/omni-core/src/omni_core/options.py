@@ -174,6 +174,11 @@ class EngineConfig:
         training's own, whatever the canary's floor."""
         return False
 
+    @property
+    def rests_on_host(self) -> bool:
+        """Whether the trainer moves the engine to host memory (`to`) while a rollout samples."""
+        return False
+
     def mistakes(
         self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig
     ) -> Mapping[str, str]:

@@ -81,6 +81,8 @@ class DiffusersFSDPEngine(UpdateMixin, BaseEngine):
         self.layers = ()
         self.copies = {}
         self.reference_hash = None
+        self._rests = False
+        """Whether the weights were moved to host memory."""
         self._more_adapters: list[str] = []
         if optimizer_config is not None and optimizer_config.ema is not None:
             self.add_adapter(EMA)
@@ -316,6 +318,12 @@ class DiffusersFSDPEngine(UpdateMixin, BaseEngine):
 
     # -- files and places -------------------------------------------------------------------------
 
+    @property
+    def weights_device(self) -> torch.device:
+        """Host memory with `offload: all` and after `to("cpu")`; else the engine's device."""
+        rests = self._rests or self._layout.offloads
+        return torch.device("cpu") if rests else self.device
+
     def export_adapter(self, directory: Path, *, adapter: str = DEFAULT) -> Path:
         """Write a LoRA for stock diffusers and PEFT; see `export.write_adapter`."""
         return export.write_adapter(self, directory, adapter)
@@ -358,6 +366,7 @@ class DiffusersFSDPEngine(UpdateMixin, BaseEngine):
         if model:
             for denoiser in (self.denoiser, *(copy.denoiser for copy in self.copies.values())):
                 self._layout.move(denoiser, kind)
+            self._rests = device == "cpu"
         if optimizer and not self._layout.offloads:
             self._move_moments(kind)
             if device != "cpu":

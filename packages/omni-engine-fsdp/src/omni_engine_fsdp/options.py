@@ -92,6 +92,9 @@ class FSDPEngineConfig(EngineConfig):
     )
     """Format that gradients are averaged over ranks in; None takes that of the trained weights."""
     offload: Offload = attrs.field(default=Offload.NONE, converter=Offload)
+    rest_on_host: bool = False
+    """Weights, gradients and moments are in host memory while a rollout samples that has weights of its
+    own, so that the two may share a device. Each sampling moves them there and back."""
 
     keep_graph: bool = False
     """Take the gradient from the graph of sampling, and run no training forward: for one update per
@@ -106,12 +109,29 @@ class FSDPEngineConfig(EngineConfig):
         """With `keep_graph`."""
         return self.keep_graph
 
+    @property
+    def rests_on_host(self) -> bool:
+        """With `rest_on_host`."""
+        return self.rest_on_host
+
     def mistakes(
         self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig
     ) -> Mapping[str, str]:
-        """Say why graphs of sampling cannot be kept."""
+        """Say why graphs of sampling cannot be kept, or why weights cannot rest meanwhile."""
+        found = {}
         reason = self._no_graph(algorithm, rollout) if self.keep_graph else None
-        return {} if reason is None else {"keep_graph": f"{reason}; take keep_graph=false"}
+        if reason is not None:
+            found["keep_graph"] = f"{reason}; take keep_graph=false"
+        if (
+            self.rest_on_host
+            and isinstance(rollout, EngineRolloutConfig)
+            and rollout.shares_weights
+        ):
+            found["rest_on_host"] = (
+                "the rollout samples with the trained weights themselves; take rest_on_host=false, "
+                "rollout.placement=replica or a rollout in another process"
+            )
+        return found
 
     def _no_graph(self, algorithm: AlgorithmConfig, rollout: DiffusionRolloutConfig) -> str | None:
         if algorithm.model_type != "diffusion":
@@ -121,9 +141,7 @@ class FSDPEngineConfig(EngineConfig):
                 f"algorithm.updates_per_rollout is {algorithm.updates_per_rollout}, and after the first "
                 "update the graph is one of other weights"
             )
-        if not isinstance(rollout, EngineRolloutConfig) or (
-            rollout.placement is not RolloutPlacement.SHARED
-        ):
+        if not isinstance(rollout, EngineRolloutConfig) or not rollout.shares_weights:
             return "the rollout samples with weights that are pushed to it, so its graph is not trained"
         if algorithm.rollout_algo().adapter != "default":
             return f"adapter {algorithm.rollout_algo().adapter!r} samples, and it is not the trained one"
@@ -194,3 +212,8 @@ class EngineRolloutConfig(DiffusionRolloutConfig):
     """Text encoders rest in host memory, and are on the device while they encode."""
     offload_codec: bool = False
     """The same of the codec, while it decodes."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether it samples with the trained modules themselves."""
+        return self.placement is RolloutPlacement.SHARED

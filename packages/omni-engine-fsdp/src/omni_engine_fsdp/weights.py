@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,6 +22,11 @@ class WeightsMixin(PolicyMixin):
     model_config: DiffusionModelConfig
     units: Mapping[str, Sequence[FSDPModule]]
     """Expert -> its FSDP units, the root first."""
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where whole tensors are given: the engine's device, or host memory while weights rest there."""
+        raise NotImplementedError
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return every trained parameter (sharded) as `expert.name`."""
@@ -51,9 +57,7 @@ class WeightsMixin(PolicyMixin):
     def get_per_tensor_param(
         self, *, adapter: str | None = DEFAULT, merged: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors one at a time, detached, on the engine's device; a collective.
-
-        With `offload: all`, those that are sharded are in host memory.
+        """Yield whole tensors one at a time, detached, all on `weights_device`; a collective.
 
         Names are the expert's, a dot, and the name that a stock module or LoRA file has:
         `transformer.blocks.0.to_q.lora_A.weight`, or `transformer.blocks.0.to_q.weight`.
@@ -73,7 +77,7 @@ class WeightsMixin(PolicyMixin):
         found = self.base_parameters() if adapter is None else self.adapter_parameters(adapter)
         for expert, parameters in found.items():
             for name, parameter in parameters.items():
-                yield f"{expert}.{name}", sharding.whole(parameter.detach())
+                yield f"{expert}.{name}", self._whole(parameter)
 
     def _merged(self, adapter: str) -> Iterator[tuple[str, Tensor]]:
         config = self.model_config.lora
@@ -81,11 +85,15 @@ class WeightsMixin(PolicyMixin):
         adapters = self.adapter_parameters(adapter)
         for expert, parameters in self.base_parameters().items():
             for name, parameter in parameters.items():
-                weight = sharding.whole(parameter.detach())
+                weight = self._whole(parameter)
                 factors = lora.factors_of(adapters[expert], name)
                 if factors is not None:
-                    down, up = (sharding.whole(factor.detach()) for factor in factors)
+                    down, up = map(self._whole, factors)
                     added = merging.added(down, up, scale=config.alpha / config.rank)
                     # In the adapter's precision, and rounded once.
                     weight = (weight + added.reshape(weight.shape)).to(weight.dtype)
                 yield f"{expert}.{name}", weight
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        # With `offload: all` what is sharded lies in host memory, and what is not on the device.
+        return sharding.whole(parameter.detach()).to(self.weights_device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -213,18 +214,31 @@ class ActorRolloutRefWorker:
         if trained:
             self.training.engine.begin_rollout()
         lengths = self._prompt_lengths(requests)
-        last, decoded = time.perf_counter(), self.rollout.decode_seconds
-        for trajectory in self.rollout.stream(requests, decode=decode):
-            now, before = time.perf_counter(), decoded
-            finished = trajectory.to("cpu")
-            decoded = self.rollout.decode_seconds
-            info = finished.info(
-                seconds=now - last,
-                decode_seconds=None if decoded is None else decoded - (before or 0.0),
-                prompt_length=lengths.get(finished.records[0].prompt),
-            )
-            yield info, finished
-            last = time.perf_counter()
+        with self._engine_at_rest():
+            last, decoded = time.perf_counter(), self.rollout.decode_seconds
+            for trajectory in self.rollout.stream(requests, decode=decode):
+                now, before = time.perf_counter(), decoded
+                finished = trajectory.to("cpu")
+                decoded = self.rollout.decode_seconds
+                info = finished.info(
+                    seconds=now - last,
+                    decode_seconds=None if decoded is None else decoded - (before or 0.0),
+                    prompt_length=lengths.get(finished.records[0].prompt),
+                )
+                yield info, finished
+                last = time.perf_counter()
+
+    @contextmanager
+    def _engine_at_rest(self) -> Iterator[None]:
+        """Free the device for the rollout, where the engine's options say so."""
+        if not self.config.actor.engine.rests_on_host:
+            yield
+            return
+        self.training.to("cpu")
+        try:
+            yield
+        finally:
+            self.training.to("device")
 
     def _prompt_lengths(self, requests: Sequence[RolloutRequest]) -> dict[str, PromptLength]:
         prompts = sorted({request.prompt for request in requests})
