@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import structlog
 
-from omni_trainer.commands.interruption import Terminated
 from omni_trainer.config import load_run
 from omni_trainer.evaluation import Evaluation, PromptScores, save_evaluation
 from omni_trainer.reporting.jsonl import JsonlTracker
 from omni_trainer.run_directory import RunDirectory
+from omni_trainer.stopping import StoppedError
 from omni_trainer.summary import summarise
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,7 +111,7 @@ def test_a_mistake_is_answered_before_anything_starts(quickstart, tmp_path, monk
     ("error", "code", "said"),
     [
         (KeyboardInterrupt, 130, "interrupted; the run is in runs/q; "),
-        (Terminated, 143, "terminated; the run is in runs/q; "),
+        (StoppedError(signal.SIGTERM), 143, "terminated; the run is in runs/q; "),
         (RuntimeError, 1, "the run is in runs/q; "),
     ],
 )

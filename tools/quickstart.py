@@ -17,7 +17,7 @@ import attrs
 
 from omni_core.log import configure
 from omni_trainer.commands.failures import report as report_failure
-from omni_trainer.commands.interruption import terminable, told
+from omni_trainer.commands.interruption import terminable
 from omni_trainer.commands.training import where_it_is
 from omni_trainer.config import LoadedRun, load_run
 from omni_trainer.evaluation import Evaluation, PromptScores
@@ -25,6 +25,7 @@ from omni_trainer.reporting.changes import Change, change_of, scored_pairs
 from omni_trainer.reporting.intervals import Interval
 from omni_trainer.run import run_training
 from omni_trainer.run_directory import new_run_path
+from omni_trainer.stopping import told
 from omni_trainer.summary import RunSummary
 
 RECIPE = "quickstart"

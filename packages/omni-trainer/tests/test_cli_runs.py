@@ -167,7 +167,8 @@ def test_a_disk_that_is_full_is_a_sentence(folder, capsys, monkeypatch):
 )
 def test_a_signal_says_where_the_run_is_and_how_to_go_on(number, code, word, folder):
     script = (
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from omni_core.testing.toys import register_toys\n"
         "from omni_trainer.cli import main\n"
         "register_toys()\n"

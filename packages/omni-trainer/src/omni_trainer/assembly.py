@@ -28,6 +28,7 @@ from omni_trainer.rollout_plan import sampling_spec
 from omni_trainer.row_group import by_rows
 from omni_trainer.run_directory import RANKS, RunDirectory, write_json
 from omni_trainer.run_workers import RunWorkers
+from omni_trainer.stopping import StopRequest
 from omni_trainer.workers.actor_rollout_ref import (
     ActorRolloutRefConfig,
     ActorRolloutRefWorker,
@@ -80,14 +81,18 @@ def workers(config: RunConfig) -> Iterator[tuple[WorkerGroup, RewardPool, list[R
 
 @contextmanager
 def started(
-    config: RunConfig, run: RunDirectory, prompts: Prompts, checkpoint: Checkpoint | None
+    config: RunConfig,
+    run: RunDirectory,
+    prompts: Prompts,
+    checkpoint: Checkpoint | None,
+    stop: StopRequest,
 ) -> Iterator[Parts]:
     """Start workers, scorers and trackers of a run, and end them."""
     trackers = make_trackers(config)
     with ExitStack() as stack:
         group, pool, facts = stack.enter_context(workers(config))
         write_json(run.path / RANKS, {"ranks": [attrs.asdict(one) for one in facts]})
-        evaluator = make_evaluator(config, prompts, group, pool)
+        evaluator = make_evaluator(config, prompts, group, pool, stop)
         done = 0 if checkpoint is None else checkpoint.step
         progress = stack.enter_context(Progress(config.trainer.steps, done=done))
         observer = Observer(config, run, progress)
@@ -102,6 +107,7 @@ def started(
             checkpoints=run.checkpoints(config.checkpoint.keep),
             observer=observer,
             weight_version=facts[0].weight_version,
+            stop=stop,
         )
         if checkpoint is not None:
             trainer.load(checkpoint)
@@ -177,7 +183,11 @@ def make_sampler(config: RunConfig, prompts: Prompts) -> PromptSampler:
 
 
 def make_evaluator(
-    config: RunConfig, prompts: Prompts, group: WorkerGroup, pool: RewardPool
+    config: RunConfig,
+    prompts: Prompts,
+    group: WorkerGroup,
+    pool: RewardPool,
+    stop: StopRequest | None = None,
 ) -> Evaluator | None:
     """Make what scores the held-out prompts; None where there are none."""
     if not prompts.heldout or config.reward is None:
@@ -199,6 +209,7 @@ def make_evaluator(
         on_error=config.reward_on_error,
         group=group,
         pool=pool,
+        stop=stop,
     )
 
 

@@ -100,14 +100,12 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         aside = self.directory / f"{_PARTIAL}{_PREFIX}{step:06d}"
-        aside.mkdir()
-        state = {"format": FORMAT, **write(aside)}
-        (aside / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        _sync_tree(aside)
-        (aside / MARKER).write_text(f"{step}\n", encoding="utf-8")
-        _sync(aside / MARKER)
-        _sync(aside)
-        target = self.directory / f"{_PREFIX}{step:06d}"
+        try:
+            self._write(aside, step, write)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)  # a disk that is full is given it back
+            raise
+        target = self.place(step)
         if target.exists():
             shutil.rmtree(target)
         aside.rename(target)
@@ -115,6 +113,29 @@ class Checkpoints:
         log.info("checkpoint.saved", step=step, directory=str(target))
         self._rotate()
         return Checkpoint(step=step, directory=target)
+
+    def place(self, step: int) -> Path:
+        """Say where the checkpoint of *step* is, or would be."""
+        return self.directory / f"{_PREFIX}{step:06d}"
+
+    def amend(self, step: int, values: Mapping[str, Any]) -> None:
+        """Replace some of the plain data of a complete checkpoint, whose tensors stay as they are."""
+        held = self.at(step)
+        path = held.directory / STATE
+        aside = path.with_name(f"{_PARTIAL}{STATE}")
+        _write_state(aside, {**held.state(), **values})
+        _sync(aside)
+        aside.replace(path)
+        _sync(held.directory)
+
+    def _write(self, aside: Path, step: int, write: Callable[[Path], Mapping[str, Any]]) -> None:
+        aside.mkdir()
+        state = {"format": FORMAT, **write(aside)}
+        _write_state(aside / STATE, state)
+        _sync_tree(aside)
+        (aside / MARKER).write_text(f"{step}\n", encoding="utf-8")
+        _sync(aside / MARKER)
+        _sync(aside)
 
     def _sweep(self) -> None:
         """Remove what an interrupted save left."""
@@ -133,6 +154,10 @@ class Checkpoints:
             # Unmarked first: a removal that is interrupted leaves no half that looks whole.
             (old.directory / MARKER).unlink()
             shutil.rmtree(old.directory)
+
+
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
 def _sync_tree(directory: Path) -> None:

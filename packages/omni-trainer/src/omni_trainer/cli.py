@@ -1,7 +1,7 @@
 """The `omni` command: reads its arguments, and imports what a command needs only when it runs.
 
 Exit codes: 0 done, 1 the run or a check failed, 2 wrong usage or configuration, 130 interrupted
-(Ctrl-C), 143 terminated (SIGTERM). A user's mistake is answered with sentences, without a traceback; a
+(Ctrl-C), 143 terminated (SIGTERM), a run saved before. A user's mistake is answered with sentences, without a traceback; a
 failed worker with its own traceback first.
 """
 
@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from omni_trainer._version import __version__
-from omni_trainer.commands.interruption import terminable, told
+from omni_trainer.commands.interruption import terminable
+from omni_trainer.stopping import told
 
 OK, FAILED, USAGE = 0, 1, 2
 

@@ -30,6 +30,7 @@ from omni_trainer.reward_pool import RewardPool
 from omni_trainer.rollout_plan import plan_rollout
 from omni_trainer.run_directory import write_json
 from omni_trainer.samples import Samples, detail_means, require_scores, sample_and_score
+from omni_trainer.stopping import StopRequest
 
 Pictures = NDArray[np.uint8]
 """[N, H, W, 3], RGB."""
@@ -118,6 +119,7 @@ class Evaluator:
         on_error: OnRewardError,
         group: WorkerGroup,
         pool: RewardPool,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config = config
         self.rows = tuple(rows[: config.max_prompts])
@@ -126,6 +128,7 @@ class Evaluator:
         self.on_error = on_error
         self.group = group
         self.pool = pool
+        self.stop = stop or StopRequest()
 
     def run(self, step: int, *, weight_version: int | None) -> tuple[Evaluation, Shown | None]:
         """Evaluate the policy as it is.
@@ -137,6 +140,7 @@ class Evaluator:
             CanaryError: samples are not what was asked for.
             UnscoredError: a sample has no score, and the config says that it must.
             WorkerError: a worker failed.
+            StopAskedError: the run is to stop.
         """
         started = time.perf_counter()
         self.group.broadcast("update_weights", self.config.policy)
@@ -179,7 +183,7 @@ class Evaluator:
             adapter=self.config.policy,
             weight_version=weight_version,
         )
-        samples = sample_and_score(self.group, self.pool, plan, trained=False)
+        samples = sample_and_score(self.group, self.pool, plan, trained=False, stop=self.stop)
         check_echo(
             [source.info for source in samples.sources],
             asked=self.sampling,

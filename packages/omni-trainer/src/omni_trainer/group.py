@@ -117,6 +117,10 @@ class WorkerGroup(ABC):
     def get(self, ref: Ref) -> Any:
         """Bring an object to the driver."""
 
+    def stop_asked(self) -> int | None:
+        """Look whether a process of the group had a signal that the driver had not: its number."""
+        return None
+
     @abstractmethod
     def shutdown(self) -> None:
         """End every worker; may be called twice."""

@@ -30,6 +30,7 @@ from omni_trainer.reward_pool import PoolCounts, RewardPool
 from omni_trainer.rollout_plan import RolloutPlan, plan_rollout
 from omni_trainer.samples import Samples, sample_and_score
 from omni_trainer.scores import ScoredStep, score_step
+from omni_trainer.stopping import NotSavedError, StopAskedError, StopRequest, told_by
 from omni_trainer.update_plan import plan_updates
 from omni_trainer.workers.actor_rollout_ref import UpdateResult
 from omni_trainer.workers.process import resident_bytes
@@ -54,6 +55,7 @@ class Trainer:
         checkpoints: Checkpoints,
         observer: Observer,
         weight_version: int,
+        stop: StopRequest | None = None,
     ) -> None:
         self.config = config
         self.group = group
@@ -63,6 +65,8 @@ class Trainer:
         self.evaluator = evaluator
         self.checkpoints = checkpoints
         self.observer = observer
+        self.stop = stop or StopRequest()
+        self.stop.elsewhere = group.stop_asked
         self.algorithm = algorithm(config.actor().loss)
         self.step = 0
         """Trained steps."""
@@ -76,32 +80,71 @@ class Trainer:
         self.counted = PoolCounts()
         """What the scorers had counted before this step."""
         self.prompt_watch = PromptWatch()
+        self.unreported = config.evaluation.initial and evaluator is not None
+        """What came of the last step is not evaluated and told yet; of step 0, what is there before it."""
+        self.saved: int | None = None
+        """Step of the newest checkpoint."""
+        self._begun: dict[str, Any] | None = None
+        """The state before a step under way, as a checkpoint holds it."""
         self._looked = False
         self._compiled = 0.0
         """Seconds that compiling took so far."""
 
     def fit(self) -> None:
-        """Train to the last step.
+        """Train to the last step; where it is asked to stop before, stop where the state is whole and save.
 
         Raises:
+            StoppedError: it was asked to stop, by a signal.
+            NotSavedError: it was, and the checkpoint could not be written.
             WorkerError: a worker failed or died.
             CanaryError: training does not see what was sampled.
             UnscoredError: a sample has no score, and the config says that it must.
         """
-        if self.step == 0 and self.evaluator is not None and self.config.evaluation.initial:
-            self.validate()
-            self.report()
+        with self.stop.deferred():
+            try:
+                if self._fit_or_save():
+                    return
+            except KeyboardInterrupt:
+                raise self.stop.error(lost=self._lost()) from None
+            except Exception as exc:
+                if self.stop.asked is None:
+                    raise
+                raise self._not_saved(exc) from exc
+        raise self.stop.error()
+
+    def _fit_or_save(self) -> bool:
+        """Train, and say whether to the end: otherwise the run was asked to stop, and is saved."""
+        try:
+            self._fit()
+            self.stop.look()
+        except StopAskedError:
+            self._save_stopped()
+            return False
+        return True
+
+    def _fit(self) -> None:
+        if self.unreported:
+            self._finish_step()
         while self.step < self.config.trainer.steps:
+            self.stop.look()
             self.group.broadcast("rollout_metrics")  # what was done between steps is no step's
+            self._begun = self._position()
             with self.timed("step"):
                 self.train()
             self.measure()
             self.step += 1
-            if self.due(self.config.evaluation.every):
-                self.validate()
-            self.report()
-            if self.due(self.config.checkpoint.every):
-                self.save()
+            self._begun, self.unreported = None, True
+            self.stop.look()
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Evaluate and save where that is due, and tell what came of the step."""
+        if self.step == 0 or self.due(self.config.evaluation.every):
+            self.validate()
+        self.report()
+        self.unreported = False
+        if self.step > 0 and self.due(self.config.checkpoint.every):
+            self.save()
 
     def train(self) -> None:
         """Take one step; its samples are let go when it is done."""
@@ -111,12 +154,14 @@ class Trainer:
                 samples, self.algorithm, self.config.reward_on_error, self.config.reward_summed
             )
         self.metrics |= scored.metrics
+        self.stop.look()
         self.watch(samples)
+        self.stop.look()
         self.update(samples, scored)
 
     def sample(self) -> Samples:
         """Sample the next prompts, scoring while sampling goes on."""
-        samples = sample_and_score(self.group, self.pool, self.plan(), trained=True)
+        samples = sample_and_score(self.group, self.pool, self.plan(), trained=True, stop=self.stop)
         check_echo(
             [source.info for source in samples.sources],
             asked=self.sampling,
@@ -261,24 +306,76 @@ class Trainer:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def save(self) -> Checkpoint:
+    def save(self) -> None:
         """Write a checkpoint of everything that the next steps depend on."""
         with self.timed("save"):
-            return self.checkpoints.save(self.step, self._write)
+            if self.saved == self.step:  # by a stop before its evaluation, and gone on from there
+                self.checkpoints.amend(
+                    self.step, {**self._told(), "config": trained_with(self.config)}
+                )
+            else:
+                self.checkpoints.save(self.step, self._write)
+        self.saved = self.step
 
     def _write(self, directory: Path) -> dict[str, Any]:
         return {
-            "step": self.step,
+            **self._position(),
+            **self._told(),
             "ranks": self.group.ranks,
+            "config": trained_with(self.config),
+            "workers": self.group.broadcast("save_checkpoint", directory),
+        }
+
+    def _position(self) -> dict[str, Any]:
+        """Where the run is, as plain data."""
+        return {
+            "step": self.step,
             "weight_version": self.weight_version,
             "recompute": self.recompute,
             "floors": {str(step): floor for step, floor in self.floors.items()},
-            "config": trained_with(self.config),
             "prompts": self.prompts.state(),
             "algorithm": self.algorithm.state(),
-            "trackers": self.observer.positions(),
-            "workers": self.group.broadcast("save_checkpoint", directory),
         }
+
+    def _told(self) -> dict[str, Any]:
+        """What the trackers have, and what they are still to be told of the step, as plain data."""
+        return {
+            "trackers": self.observer.positions(),
+            "unreported": self.metrics if self.unreported else None,
+        }
+
+    def _save_stopped(self) -> None:
+        """Go back to the last whole step, and save it.
+
+        Raises:
+            Exception: that failed; the checkpoints before are as they were.
+        """
+        if self._begun is not None:
+            self.group.broadcast("abandon_rollout")
+            self._go_to(self._begun)
+            self._begun = None
+        if self.saved != self.step:
+            self.checkpoints.save(self.step, self._write)
+            self.saved = self.step
+        self.observer.stopped(self.step, self.checkpoints.place(self.step))
+
+    def _not_saved(self, error: Exception) -> NotSavedError:
+        said = told_by(self.stop.error().number)
+        first = str(error).partition("\n")[0]
+        return NotSavedError(f"{said}, and the run could not be saved: {first}; {self._lost()}")
+
+    def _lost(self) -> str:
+        """Say what is not saved."""
+        done = self.step - (self.saved or 0)
+        whole = f"{done} step{'s' * (done != 1)}" if done else ""
+        under_way = "the step under way" if self._begun is not None else ""
+        what = " and ".join(part for part in (whole, under_way) if part) or "nothing"
+        since = (
+            "there is no checkpoint"
+            if self.saved is None
+            else f"the last checkpoint is of step {self.saved}"
+        )
+        return f"what is lost: {what} ({since})"
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on where *checkpoint* was written.
@@ -296,13 +393,21 @@ class Trainer:
             workers = [workers[0]] * self.group.ranks
         per_rank = [(checkpoint.directory, own) for own in workers]
         versions = self.group.each("load_checkpoint", per_rank)
-        self.prompts.load_state(state["prompts"])
-        self.algorithm.load_state(dict(state["algorithm"]))
-        self.step = int(state["step"])
-        self.weight_version = versions[0]
-        self.recompute = bool(state["recompute"])
-        self.floors = {int(step): float(value) for step, value in state.get("floors", {}).items()}
+        self._go_to({**state, "weight_version": versions[0]})
+        self.saved = self.step
+        unreported = state.get("unreported")
+        self.unreported, self.metrics = unreported is not None, dict(unreported or {})
         log.info("resume.from", step=self.step, directory=str(checkpoint.directory))
+
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        """Take up a state that `_position` gave."""
+        self.prompts.load_state(position["prompts"])
+        self.algorithm.load_state(dict(position["algorithm"]))
+        self.step = int(position["step"])
+        self.weight_version = int(position["weight_version"])
+        self.recompute = bool(position["recompute"])
+        floors = position.get("floors", {})
+        self.floors = {int(step): float(value) for step, value in floors.items()}
 
 
 def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -84,6 +85,12 @@ class Observer:
         if shown is not None:
             titles = [f"{p.mean:.2f}  {p.prompt}" for p in found.prompts[: len(shown.pictures)]]
             self._grid(found.step, f"heldout-step-{found.step:06d}", shown, titles)
+
+    def stopped(self, step: int, checkpoint: Path) -> None:
+        """Say where a run was saved that a signal stops, before its workers are closed."""
+        steps = f"{step} step{'s' * (step != 1)}"
+        self.progress.note(f"saved after {steps}: {checkpoint}")
+        self.progress.note(f"go on with: omni resume {self.run.path}")
 
     def _grid(self, step: int, name: str, shown: Shown, titles: Sequence[str]) -> None:
         """Write pictures as a grid; of videos, a sheet of frames and files that play beside it."""

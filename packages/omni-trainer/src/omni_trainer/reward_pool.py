@@ -12,6 +12,7 @@ import attrs
 
 from omni_core.reward import RewardInput, RewardResult
 from omni_trainer.group import Ref, failure
+from omni_trainer.stopping import StopRequest
 
 ROLE = "reward"
 
@@ -46,6 +47,16 @@ class RewardPool(ABC):
         Raises:
             WorkerError: a scorer failed in a way that is not a sample's failure.
         """
+
+    def collect_until(self, stop: StopRequest) -> dict[int, list[RewardResult]]:
+        """Collect, unless the run is to stop: waiting for scorers may take long, and can be left at once.
+
+        Raises:
+            StopAskedError: it is.
+            WorkerError: as `collect`.
+        """
+        with stop.at_once():
+            return self.collect()
 
     @abstractmethod
     def counts(self) -> PoolCounts:

@@ -86,6 +86,10 @@ class RowGroup(WorkerGroup):
         """Bring an object to the driver."""
         return self.group.get(ref)
 
+    def stop_asked(self) -> int | None:
+        """Ask the group."""
+        return self.group.stop_asked()
+
     def shutdown(self) -> None:
         """End every rank."""
         self.group.shutdown()

@@ -17,6 +17,7 @@ from omni_trainer.export_card import write_card
 from omni_trainer.group import WorkerError, WorkerGroup
 from omni_trainer.run_directory import RunDirectory, with_absolute_paths, write_json
 from omni_trainer.run_status import RunState, read_status, recorded
+from omni_trainer.stopping import StopRequest
 from omni_trainer.summary import EXPORTED, RunSummary, summarise
 
 log = structlog.get_logger()
@@ -46,6 +47,8 @@ def run_training(
         PromptFileError, FileNotFoundError: the prompts or the model are not there.
         WorkerError: a worker failed or died, and `trainer.max_restarts` is used up.
         CanaryError: training does not see what was sampled.
+        StoppedError: Ctrl-C or SIGTERM; the run is saved, or the error says what is lost.
+        NotSavedError: the same, and the checkpoint could not be written.
     """
     begun = time.perf_counter()
     run = RunDirectory(run_dir)
@@ -61,7 +64,7 @@ def run_training(
             run.write_config(config, resolved)
         checkpoint = run.checkpoints(config.checkpoint.keep).latest() if resume else None
         first = 0 if checkpoint is None else checkpoint.step
-        if checkpoint is not None and first >= config.trainer.steps:
+        if checkpoint is not None and first >= config.trainer.steps and _told(checkpoint):
             log.warning("run.finished_already", steps=first, run=str(run_dir))
             _finish(config, run, checkpoint)
         else:
@@ -71,6 +74,11 @@ def run_training(
     return attrs.evolve(
         summary, trained=config.trainer.steps - first, seconds=time.perf_counter() - begun
     )
+
+
+def _told(checkpoint: Checkpoint) -> bool:
+    """Whether what came of a checkpoint's step was evaluated and told: it was, unless a signal stopped that."""
+    return checkpoint.state().get("unreported") is None
 
 
 def _finish(config: RunConfig, run: RunDirectory, checkpoint: Checkpoint) -> None:
@@ -90,9 +98,10 @@ def _train(
 ) -> None:
     """Train to the end, rebuilding lost workers as often as the config allows."""
     restarts = 0
+    stop = StopRequest()
     while True:
         try:
-            with started(config, run, prompts, checkpoint) as parts:
+            with stop.listening(), started(config, run, prompts, checkpoint, stop) as parts:
                 parts.trainer.fit()
                 _export(config, run, parts.group)
         except WorkerError as exc:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 
 import attrs
 
@@ -18,6 +19,7 @@ from omni_trainer.data import PromptRow
 from omni_trainer.group import Ref, Streamed, WorkerGroup
 from omni_trainer.reward_pool import RewardPool
 from omni_trainer.rollout_plan import RolloutPlan, SampleKey
+from omni_trainer.stopping import StopRequest
 
 
 @attrs.frozen(kw_only=True)
@@ -64,7 +66,12 @@ class Samples:
 
 
 def sample_and_score(
-    group: WorkerGroup, pool: RewardPool, plan: RolloutPlan, *, trained: bool
+    group: WorkerGroup,
+    pool: RewardPool,
+    plan: RolloutPlan,
+    *,
+    trained: bool,
+    stop: StopRequest,
 ) -> Samples:
     """Sample on all ranks, handing each trajectory to a scorer as soon as it is there.
 
@@ -73,8 +80,10 @@ def sample_and_score(
         pool: Of the scorers.
         plan: Who samples what.
         trained: Whether the next update trains on it.
+        stop: Looked at after each trajectory.
 
     Raises:
+        StopAskedError: the run is to stop; what was sampled is let go.
         WorkerError: a rank or a scorer failed.
     """
     inputs = {
@@ -83,12 +92,15 @@ def sample_and_score(
     }
     started = time.perf_counter()
     streamed: list[Streamed] = []
-    for item in group.stream("generate", [(requests, trained) for requests in plan.by_rank]):
-        records = item.info.records
-        pool.submit(len(streamed), item.ref, [inputs[record.group_id] for record in records])
-        streamed.append(item)
+    asked = [(requests, trained) for requests in plan.by_rank]
+    with closing(_generator(group.stream("generate", asked))) as stream:
+        for item in stream:
+            stop.look()
+            records = item.info.records
+            pool.submit(len(streamed), item.ref, [inputs[record.group_id] for record in records])
+            streamed.append(item)
     sampled = time.perf_counter()
-    scores = pool.collect()
+    scores = pool.collect_until(stop)
     scored = time.perf_counter()
     results = {
         (record.group_id, record.k): result
@@ -96,6 +108,10 @@ def sample_and_score(
         for record, result in zip(streamed[key].info.records, found, strict=True)
     }
     return _ordered(plan, streamed, results, sampled - started, scored - sampled)
+
+
+def _generator(stream: Iterator[Streamed]) -> Generator[Streamed]:
+    yield from stream
 
 
 def _ordered(

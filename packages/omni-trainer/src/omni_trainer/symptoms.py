@@ -107,7 +107,7 @@ _ALL = (
         "interrupted",
         "The run was interrupted",
         "Ctrl-C or SIGTERM ended it before its last step.",
-        "`omni resume RUN` goes on from the last checkpoint.",
+        "It was saved where it stopped, unless a second signal came: `omni resume RUN` goes on from the last checkpoint.",
     ),
     _learning(
         "constant_reward",

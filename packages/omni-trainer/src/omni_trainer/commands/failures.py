@@ -40,6 +40,7 @@ SENTENCES: Mapping[str, int] = {
     "omni_trainer.group.WorkerError": FAILED,
     "omni_trainer.rpc.resources.ResourceError": FAILED,
     "omni_trainer.samples.UnscoredError": FAILED,
+    "omni_trainer.stopping.NotSavedError": FAILED,
 }
 """Errors whose message says all: class -> exit code. A worker's error carries its own traceback."""
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from omni_trainer.commands.failures import FAILED, report
-from omni_trainer.commands.interruption import told
 from omni_trainer.commands.terminal import print_table
 from omni_trainer.config import load_run
 from omni_trainer.launched import is_follower, launched_ranks
+from omni_trainer.stopping import told
 
 if TYPE_CHECKING:
     from omni_trainer.evaluation import Evaluation

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 import structlog
 
@@ -13,6 +14,7 @@ from omni_trainer.group import WorkerError
 from omni_trainer.launched import is_follower, launched_ranks
 from omni_trainer.launched.host import WORKER, Host
 from omni_trainer.launched.link import SESSIONS, Link
+from omni_trainer.stopping import end_at_the_next, handled
 
 OK, FAILED = 0, 1
 
@@ -30,7 +32,8 @@ def follow() -> int:
         link = Link(number, device)
         logs.configure(level="warning", json=True, role=WORKER, rank=link.rank)
         try:
-            serve(link)
+            with _signals_told(link):
+                serve(link)
         except WorkerError as exc:
             first, _, details = str(exc).partition("\n")
             if link.tell_failure(exc.role, first.partition(": ")[2], details):
@@ -59,6 +62,20 @@ def serve(link: Link) -> None:
             link.collect(host.do(request))
     finally:
         host.close()
+
+
+@contextmanager
+def _signals_told(link: Link) -> Iterator[None]:
+    """Tell rank 0 of a signal, and go on: it says where all stop. A second signal ends this process."""
+
+    def tell(number: int, frame: FrameType | None) -> None:
+        del frame
+        end_at_the_next()
+        with suppress(RuntimeError):  # rank 0 is gone, which the next collective shows
+            link.tell_stop(number)
+
+    with handled(tell):
+        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from omni_trainer.launched import launched_ranks
 from omni_trainer.launched.host import ITSELF, SCORES, WORKER, Host, Key, Making, Request
 from omni_trainer.launched.link import SESSIONS, Link
 from omni_trainer.reward_pool import PoolCounts, RewardPool, add_counts
+from omni_trainer.stopping import StopRequest
 from omni_trainer.workers.process import registered_plugins
 
 log = structlog.get_logger()
@@ -84,6 +85,9 @@ class LaunchedGroup(WorkerGroup):
         assert self._link is not None
         try:
             return call()
+        except KeyboardInterrupt:
+            self._failed = True  # the others are in the middle of something, and hear nothing
+            raise
         except Exception as exc:
             self._failed = True
             # A plain RuntimeError is how a broken collective is told: another rank may have gone.
@@ -176,6 +180,10 @@ class LaunchedGroup(WorkerGroup):
         self.fetched_bytes += nbytes(found)
         return found
 
+    def stop_asked(self) -> int | None:
+        """Look whether another process of the launcher had a signal."""
+        return None if self._link is None else self._link.stop_asked()
+
     def shutdown(self) -> None:
         """End the session; after a failure the others find out by themselves."""
         link, self._link = self._link, None
@@ -218,6 +226,13 @@ class LaunchedRewardPool(RewardPool):
             for each, scored in zip(own, found, strict=True)
             for (key, _, _), results in zip(each, scored, strict=True)
         }
+
+    def collect_until(self, stop: StopRequest) -> dict[int, list[RewardResult]]:
+        """Collect to the end: the other ranks score at the same time, and are asked for more afterwards."""
+        stop.look()
+        found = self.collect()
+        stop.look()
+        return found
 
     def counts(self) -> PoolCounts:
         """Add up what the scorers counted."""

@@ -29,7 +29,7 @@ GRACE = 5.0
 
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, but its stub is not
 _POLL = 0.05
-_END = "end"
+_END, _STOP = "end", "stop"
 
 
 @cache
@@ -136,6 +136,14 @@ class Link:
         until = time.monotonic() + GRACE
         while not self._store.check(["heard"]) and time.monotonic() < until:
             time.sleep(_POLL)
+
+    def tell_stop(self, number: int) -> None:
+        """Say that this rank had a signal."""
+        self._store.set(_STOP, str(number))
+
+    def stop_asked(self) -> int | None:
+        """Return the number of a signal that another rank had."""
+        return int(self._store.get(_STOP)) if self._store.check([_STOP]) else None
 
     def close(self) -> None:
         """Leave the group; what was sharded in it was let go before."""

@@ -157,7 +157,7 @@ class RayGroup(WorkerGroup):
             for rank, (actor, own) in enumerate(zip(self._started(), args, strict=True))
         }
         while waiting:
-            made: Any = _first(waiting, fetch_local=False)
+            made: Any = self._first(waiting, fetch_local=False)
             rank = waiting.pop(made)
             try:
                 info = ray.get(next(made))
@@ -201,13 +201,22 @@ class RayGroup(WorkerGroup):
         found: dict[int, Any] = {}
         waiting = dict(waiting)
         while waiting:
-            done = _first(waiting)
+            done = self._first(waiting)
             rank = waiting.pop(done)
             try:
                 found[rank] = ray.get(done)
             except Exception as exc:  # noqa: BLE001 -- whatever Ray raises is a worker's failure
                 raise self._failure(rank, exc, waiting) from None
         return [found[rank] for rank in sorted(found)]
+
+    def _first(self, waiting: Mapping[Any, int], *, fetch_local: bool = True) -> Any:
+        """Wait for the first that is ready."""
+        try:
+            done, _ = ray.wait(list(waiting), num_returns=1, fetch_local=fetch_local)
+        except KeyboardInterrupt:
+            self._failed = True  # the workers are in the middle of something, and cannot close
+            raise
+        return done[0]
 
     def _failure(self, rank: int, error: Exception, others: Mapping[Any, int]) -> WorkerError:
         self._failed = True
@@ -226,12 +235,6 @@ class RayGroup(WorkerGroup):
         bundles, self._bundles = self._bundles, None
         if bundles is not None:
             remove_placement_group(bundles)
-
-
-def _first(waiting: Mapping[Any, int], *, fetch_local: bool = True) -> Any:
-    """Wait for the first that is ready."""
-    done, _ = ray.wait(list(waiting), num_returns=1, fetch_local=fetch_local)
-    return done[0]
 
 
 @attrs.frozen

@@ -132,6 +132,8 @@ class ActorRolloutRefWorker:
         self.training = TrainingWorker(config.training(), local_rank=self.place.local_rank)
         self._made_group = process.join(self.place, self.training.device, store)
         self._rollout: BaseRollout | None = None
+        self._generators: dict[str, Tensor] = {}
+        """Their states before what `generate` made for an update; empty once that is done."""
         self._pushed: dict[str | None, int] = {}
         """Adapter that the rollout holds -> version of its last push; empty with a rollout that shares the
         trained module."""
@@ -212,6 +214,7 @@ class ActorRolloutRefWorker:
             decode: Whether there is media.
         """
         if trained:
+            self._generators = devices.rng_state(self.training.device)
             self.training.engine.begin_rollout()
         lengths = self._prompt_lengths(requests)
         with self._engine_at_rest():
@@ -261,6 +264,11 @@ class ActorRolloutRefWorker:
         """
         pairs = zip(trajectories, rows, strict=True)
         return [clip_of(_media(trajectory), row) for trajectory, row in pairs]
+
+    def abandon_rollout(self) -> None:
+        """Let go what was sampled for an update that will not be, as if nothing had been sampled."""
+        self.training.engine.end_rollout()
+        devices.set_rng_state(self._generators)
 
     # -- scoring -----------------------------------------------------------------------------------
 
@@ -337,6 +345,7 @@ class ActorRolloutRefWorker:
             taken = self.training.optimizer_steps
             self.algorithm.after_rollout(self.training, optimizer_step=taken)
         self.training.engine.end_rollout()
+        self._generators = {}
         lr = parts[-1]["lr"].mean if parts else None
         skipped = round(sum(part["skipped"].total for part in parts))
         named = merge(parts)
