@@ -32,6 +32,7 @@ from typing import Any
 
 import attrs
 import yaml
+from PIL import Image
 
 from omni_core import plugins
 from omni_core.algorithm import ModelFacts
@@ -71,6 +72,9 @@ PROMPTS = ("sign", "a red sign that reads 42, and below it another sign", "blue"
 FLOOR = 1e-6
 """Largest |ratio - 1| between the rollout's batches and training micro-batches, in float32."""
 
+IMAGE = "image"
+"""Column of the images that prompts edit."""
+
 
 class Status(enum.StrEnum):
     """What became of a cell."""
@@ -102,11 +106,21 @@ class Model:
 
     @classmethod
     def build(cls, family: str, work: Path) -> Model:
-        """Write the pipeline and the prompts below *work*."""
+        """Write the pipeline, the prompts and, where they edit some, their images below *work*."""
         model = cls(family=family, path=build_tiny(family, work / "model"), work=work)
-        rows = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
-        model.prompts.write_text("".join(rows))
+        rows: list[dict[str, str]] = [{"prompt": prompt} for prompt in PROMPTS]
+        if model.edits:
+            for number, row in enumerate(rows):
+                row[IMAGE] = f"{number}.png"
+                shade = 60 * number
+                Image.new("RGB", (32, 32), (shade, 0, 255 - shade)).save(work / row[IMAGE])
+        model.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return model
+
+    @property
+    def edits(self) -> bool:
+        """Whether its prompts edit images."""
+        return IMAGE in plugins.registry(plugins.MODELS).get(self.family).load().inputs
 
     @property
     def prompts(self) -> Path:
@@ -121,6 +135,8 @@ class Model:
             "lora": {"rank": 2, "alpha": 8.0},
         }
         data = {**RUN["data"], "train": str(self.prompts)}
+        if self.edits:
+            data["image_column"] = IMAGE
         return {**RUN, "model": model, "data": data, "algorithm": dict(algorithm)}
 
     def train(self, name: str, algorithm: Mapping[str, Any]) -> Path:

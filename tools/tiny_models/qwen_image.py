@@ -6,6 +6,7 @@ Its tokenizer knows single characters, so that the stock template alone is some 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -40,8 +41,13 @@ def build_tiny_qwen_image(
 
 
 def _qwen_image() -> QwenImagePipeline:
-    return QwenImagePipeline(
-        transformer=lively(
+    return QwenImagePipeline(**parts(), text_encoder=text_encoder(), tokenizer=qwen_tokenizer())
+
+
+def parts() -> dict[str, Any]:
+    """Transformer, scheduler and autoencoder: what the pipelines of the family have alike."""
+    return {
+        "transformer": lively(
             QwenImageTransformer2DModel(
                 in_channels=4 * LATENT_CHANNELS,
                 out_channels=LATENT_CHANNELS,
@@ -52,10 +58,10 @@ def _qwen_image() -> QwenImagePipeline:
                 axes_dims_rope=(4, 6, 6),
             )
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(
+        "scheduler": FlowMatchEulerDiscreteScheduler(
             shift=1.0, use_dynamic_shifting=True, time_shift_type="exponential"
         ),
-        vae=AutoencoderKLQwenImage(
+        "vae": AutoencoderKLQwenImage(
             base_dim=8,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 2, 2],
@@ -64,12 +70,15 @@ def _qwen_image() -> QwenImagePipeline:
             latents_mean=[0.1, -0.2, 0.3, 0.0],
             latents_std=[1.5, 0.8, 1.2, 2.0],
         ),
-        text_encoder=_text_encoder(),
-        tokenizer=qwen_tokenizer(),
-    )
+    }
 
 
-def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
+def text_encoder(**tokens: int) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL of two layers for text and one for pictures.
+
+    Args:
+        tokens: Ids of the tokens that stand for pictures, by their names in its config.
+    """
     text = {
         "vocab_size": 128,
         "hidden_size": TEXT_DIM,
@@ -96,5 +105,5 @@ def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
         "fullatt_block_indexes": [0],
     }
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
     )

@@ -107,14 +107,17 @@ def t5_tokenizer(
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """A Qwen tokenizer that knows single characters, with a chat template."""
+def qwen_tokenizer(*special: str) -> Qwen2Tokenizer:
+    """A Qwen tokenizer that knows single characters and *special* tokens, with a chat template."""
     vocabulary = {character: index for index, character in enumerate(CHARACTERS)}
     for extra in ("\u0120", "\u010a", "<|endoftext|>", "<|im_start|>", "<|im_end|>"):
         vocabulary.setdefault(extra, len(vocabulary))
-    return Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab=vocabulary, merges=[], pad_token="<|endoftext|>", chat_template=CHAT
     )
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
 
 
 def qwen3_config(tokenizer: Any, *, layers: int) -> Qwen3Config:

@@ -15,8 +15,12 @@ from typing import Any
 import attrs
 
 from omni_core.choices import StepKind
+from omni_core.input_image import InputImage
 from omni_core.trajectory import RolloutRequest, SampleRecord, SamplingSpec
 from omni_engine_fsdp import call_plan
+
+Asked = tuple[str, InputImage | None]
+"""A prompt, and the image that it edits."""
 
 
 @attrs.frozen
@@ -50,6 +54,12 @@ class Row:
     """Place among the requests that were submitted together."""
     sample: SampleRecord
     window: tuple[int, ...]
+    image: InputImage | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """What is encoded for it."""
+        return self.sample.prompt, self.image
 
 
 NOBODY = Row(-1, SampleRecord(group_id="", row_id="", k=0, seed=0, prompt=""), ())
@@ -88,7 +98,7 @@ def deal(requests: Sequence[RolloutRequest], *, batch_size: int, group: Any | No
     mine: dict[Likeness, list[Row]] = {}
     for place, request in enumerate(requests):
         rows = mine.setdefault(Likeness(request.sampling, request.adapter), [])
-        rows.extend(Row(place, sample, request.window) for sample in request.samples)
+        rows.extend(Row(place, sample, request.window, request.image) for sample in request.samples)
     batches = []
     for likeness, most in _most_rows(mine, group).items():
         rows = mine.get(likeness, [])

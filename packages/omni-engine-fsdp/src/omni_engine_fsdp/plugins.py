@@ -69,6 +69,13 @@ qwen_image = Plugin(
     summary="Qwen-Image",
 )
 
+qwen_image_edit = Plugin(
+    api=1,
+    options=NoOptions,
+    target="omni_engine_fsdp.families.qwen_image_edit:QwenImageEditFamily",
+    summary="Qwen-Image-Edit: image to image",
+)
+
 wan = Plugin(
     api=1,
     options=NoOptions,

@@ -21,7 +21,8 @@ import torch
 
 from omni_core import device as devices
 from omni_core.choices import StepKind
-from omni_core.model import Codec, Conditioner, Guidance
+from omni_core.input_image import InputImage
+from omni_core.model import Codec, Conditioner, EditConditioner, Guidance
 from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
 from omni_core.reverse_step import Latents
 from omni_core.rollout import (
@@ -35,7 +36,7 @@ from omni_core.rollout import (
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning, Media, RolloutRequest, SamplingSpec, Trajectory
 from omni_engine_fsdp import batches, call_plan
-from omni_engine_fsdp.batches import Batch, Likeness
+from omni_engine_fsdp.batches import Asked, Batch, Likeness
 from omni_engine_fsdp.collector import Collector, Facts
 from omni_engine_fsdp.kept_graphs import BatchKeeper, KeptGraphs
 from omni_engine_fsdp.options import EngineRolloutConfig, RolloutPlacement
@@ -50,16 +51,16 @@ REST = torch.device("cpu")
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Encoded:
-    """The prompts of one submit that share a sampling spec, each encoded once."""
+    """The prompts of one submit that share a sampling spec, each encoded once with its image."""
 
     conditioning: Conditioning
     """[G, ...] on the engine's device."""
-    places: Mapping[str, int]
-    """Prompt -> its row."""
+    places: Mapping[Asked, int]
+    """Prompt and image -> their row."""
 
-    def of(self, prompts: Sequence[str]) -> Conditioning:
-        """One row for each prompt, in new tensors."""
-        return self.conditioning.select(torch.tensor([self.places[prompt] for prompt in prompts]))
+    def of(self, asked: Sequence[Asked]) -> Conditioning:
+        """One row for each, in new tensors."""
+        return self.conditioning.select(torch.tensor([self.places[each] for each in asked]))
 
 
 @attrs.define(eq=False)
@@ -82,7 +83,7 @@ class _Job:
 
     def _conditioning_of(self, request: RolloutRequest) -> Conditioning:
         encoded = self.encoded[Likeness(request.sampling, request.adapter)]
-        return encoded.of([request.prompt]).to("cpu")
+        return encoded.of([(request.prompt, request.image)]).to("cpu")
 
 
 class EngineRollout(BaseRollout):
@@ -167,9 +168,20 @@ class EngineRollout(BaseRollout):
         return self.codec.latent_shapes(pipeline or self.engine.model_config.pipeline)
 
     def encode(
-        self, prompts: Sequence[str], *, negative_prompt: str = "", guidance: Guidance
+        self,
+        prompts: Sequence[str],
+        *,
+        images: Sequence[InputImage | None] = (),
+        negative_prompt: str = "",
+        guidance: Guidance,
     ) -> Conditioning:
         """Encode G prompts, at most a batch at a time: [G, ...] on the engine's device.
+
+        Args:
+            prompts: G.
+            images: What each edits, where the family edits images; None stands for a black one.
+            negative_prompt: Of all.
+            guidance: Of all.
 
         Raises:
             ValueError: no prompt, or one that the family cannot take.
@@ -179,14 +191,30 @@ class EngineRollout(BaseRollout):
         size = self.options.batch_size
         with self._at_work(self.conditioner, rests=self.options.offload_encoders):
             parts = [
-                self.conditioner.encode(
+                self._encode(
                     prompts[start : start + size],
+                    images[start : start + size],
                     negative_prompt=negative_prompt,
                     guidance=guidance,
                 )
                 for start in range(0, len(prompts), size)
             ]
         return type(parts[0]).concat(parts)
+
+    def _encode(
+        self, prompts: Sequence[str], images: Sequence[InputImage | None], **keywords: Any
+    ) -> Conditioning:
+        conditioner = self.conditioner
+        if not isinstance(conditioner, EditConditioner):
+            return conditioner.encode(prompts, **keywords)
+        pixels = [self._black() if image is None else image.pixels() for image in images]
+        with self._at_work(self.codec, rests=self.options.offload_codec):
+            return conditioner.encode_edits(prompts, pixels, self.codec, **keywords)
+
+    def _black(self) -> torch.Tensor:
+        """What a rank without any row of its own edits along with the others."""
+        size = self.engine.model_config.pipeline
+        return torch.zeros(size.height, size.width, 3, dtype=torch.uint8)
 
     # -- the rollout's form -----------------------------------------------------------------------
 
@@ -328,14 +356,15 @@ class EngineRollout(BaseRollout):
         if group is not None:
             calls = [call for batch in queue for call in self._calls(batch)]
             call_plan.agree(call_plan.CallPlan(phase="sample", calls=tuple(calls)), group)
-        prompts: dict[Likeness, dict[str, int]] = {}
+        asked: dict[Likeness, dict[Asked, int]] = {}
         for batch in queue:
-            known = prompts.setdefault(batch.likeness, {})
+            known = asked.setdefault(batch.likeness, {})
             for row in batch.padded():
-                known.setdefault(row.sample.prompt, len(known))
-        for likeness, places in prompts.items():
+                known.setdefault(row.asked, len(known))
+        for likeness, places in asked.items():
             conditioning = self.encode(
-                list(places),
+                [prompt for prompt, _ in places],
+                images=[image for _, image in places],
                 negative_prompt=likeness.sampling.negative_prompt,
                 guidance=Guidance.of(likeness.sampling),
             )
@@ -424,7 +453,7 @@ class EngineRollout(BaseRollout):
                 SamplingBatch(
                     seeds=[row.sample.seed for row in rows],
                     windows=[row.window for row in rows],
-                    conditioning=encoded.of([row.sample.prompt for row in rows]),
+                    conditioning=encoded.of([row.asked for row in rows]),
                 ),
                 rule,
                 shapes=self.latent_shapes(size),

@@ -6,30 +6,39 @@ A family joins by one more `Case`; the tests of test_families.py then hold for i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import attrs
-import diffusers
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import calculate_dimensions
+from family_under_test import PROMPTS, SEEDS, FamilyUnderTest
+from PIL import Image
 from torch import Tensor
 
-from omni_core import plugins
-from omni_core.model import Conditioner, Denoiser, Guidance, ModelFamily
-from omni_core.options import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.input_image import InputImage
+from omni_core.model import EditConditioner, Guidance
+from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
 from omni_core.reverse_step import StepKind
-from omni_core.schedule import FlowMatchSchedule
+from omni_core.testing.samples import requests_for
+from omni_core.trajectory import RolloutRequest, SamplingSpec
 from omni_engine_fsdp.families.packing import pack, unpack
+from omni_engine_fsdp.families.qwen_image_edit import QwenImageEditFamily
 from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
 from tiny_models import build_tiny
 
-STEPS = 4
-PROMPTS = ("a red sign", "blue")
-SEEDS = (11, 2**40 + 7)
-
 Latents = Mapping[str, Tensor]
+
+
+def pictures(count: int) -> list[Tensor]:
+    """Images to be edited, of the size that they are brought to: of several, stock resizes none for its encoder."""
+    generator = torch.Generator().manual_seed(5)
+    return [
+        torch.randint(0, 256, (32, 64, 3), generator=generator).to(torch.uint8)
+        for _ in range(count)
+    ]
 
 
 def same(value: Any, like: Latents) -> Latents:
@@ -120,6 +129,16 @@ CASES = (
         combine=at_norm,
     ),
     Case(
+        name="qwen_image_edit",
+        size=attrs.evolve(SIZE, max_sequence_length=512, input_image_area=32 * 64),
+        from_stock=unpacked,
+        batched=False,
+        time_module="time_text_embed.time_proj",
+        time_input=lambda sigma: sigma,
+        blocks=("QwenImageTransformerBlock",) * 2,
+        combine=at_norm,
+    ),
+    Case(
         name="z_image",
         size=attrs.evolve(SIZE, max_sequence_length=64),
         from_stock=lambda value, like: {"image": value},
@@ -145,55 +164,35 @@ class StockStep:
     next_sample: Any
 
 
-@attrs.define(eq=False, slots=False)
-class Loaded:
-    """A family over its tiny pipeline, each part read once."""
-
-    case: Case
-    path: Path
-
-    def family_of(self, **changes: Any) -> ModelFamily:
-        """The family, with fields of the model's config changed."""
-        config = DiffusionModelConfig(path=str(self.path), pipeline=self.case.size)
-        plugin = plugins.registry(plugins.MODELS).get(self.case.name)
-        built: ModelFamily = plugin.build(attrs.evolve(config, **changes))
-        return built
-
-    @cached_property
-    def family(self) -> ModelFamily:
-        return self.family_of()
-
-    @cached_property
-    def denoiser(self) -> Denoiser:
-        return self.family.load_denoiser(torch.float32)
-
-    @cached_property
-    def conditioner(self) -> Conditioner:
-        return self.family.load_conditioner(torch.float32)
-
-    @cached_property
-    def codec(self) -> Any:
-        return self.family.load_codec(torch.float32)
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(self.codec.latent_shapes(self.case.size))
-
-    @cached_property
-    def schedule(self) -> FlowMatchSchedule:
-        return self.family.schedule(DiffusionSamplingConfig(num_inference_steps=STEPS))
+class Loaded(FamilyUnderTest):
+    """One of the families above, and its stock pipeline."""
 
     def encode(self, prompts: Sequence[str], scale: float, negative: str = "") -> Any:
-        return self.conditioner.encode(
-            list(prompts), negative_prompt=negative, guidance=Guidance(scale=scale)
-        )
+        """Encode prompts; where images are edited, each with one of its own."""
+        said: dict[str, Any] = {"negative_prompt": negative, "guidance": Guidance(scale=scale)}
+        if isinstance(self.conditioner, EditConditioner):
+            edited = pictures(len(prompts))
+            return self.conditioner.encode_edits(list(prompts), edited, self.codec, **said)
+        return self.conditioner.encode(list(prompts), **said)
 
-    def noise(self, rows: int, seed: int = 3) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            name: torch.randn(rows, *shape, generator=generator)
-            for name, shape in self.shapes.items()
-        }
+    def requests(self, spec: SamplingSpec, prompts: Sequence[str]) -> list[RolloutRequest]:
+        """Two samples of each prompt; where images are edited, each with one of its own."""
+        asked = requests_for(spec, prompts)
+        if "image" not in self.family.inputs:
+            return asked
+        edited = [InputImage.of(picture) for picture in pictures(len(prompts))]
+        return [attrs.evolve(r, image=i) for r, i in zip(asked, edited, strict=True)]
+
+    def stock(self, **keywords: Any) -> Any:
+        """The stock pipeline of the folder; its processor of videos would need torchvision.
+
+        It brings images to a megapixel each; here to what the case says.
+        """
+        if isinstance(self.family, QwenImageEditFamily):
+            keywords["processor"] = self.family.load_processor()
+            reckoned, area = calculate_dimensions, self.case.size.input_image_area
+            pipeline_qwenimage_edit.calculate_dimensions = lambda _, ratio: reckoned(area, ratio)
+        return super().stock(**keywords)
 
     def ode(self, scale: float, negative: str) -> SampledBatch:
         """The sampling loop without randomness."""
@@ -213,17 +212,6 @@ class Loaded:
             shapes=self.shapes,
             device=torch.device("cpu"),
         )
-
-    def stock(self, **keywords: Any) -> Any:
-        """The stock pipeline of the folder."""
-        kind = getattr(diffusers, self.family.pipeline_classes[0])
-        pipeline = kind.from_pretrained(self.path, local_files_only=True, **keywords)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    @cached_property
-    def pipeline(self) -> Any:
-        return self.stock()
 
     def run_stock(self, scale: float, negative: str, pipeline: Any = None) -> list[StockStep]:
         """Let the stock pipeline draw the samples of `SEEDS`; returns what its scheduler saw."""
@@ -245,11 +233,15 @@ class Loaded:
         scheduler.step = recording
         call = self.family.stock_call(
             DiffusionSamplingConfig(
-                num_inference_steps=STEPS, guidance_scale=scale, negative_prompt=negative
+                num_inference_steps=FamilyUnderTest.steps,
+                guidance_scale=scale,
+                negative_prompt=negative,
             )
         )
         if "negative_prompt" in call:  # one for each prompt
             call["negative_prompt"] = [negative] * len(PROMPTS)
+        if "image" in self.family.inputs:
+            call["image"] = [Image.fromarray(each.numpy()) for each in pictures(len(PROMPTS))]
         try:
             drawn = pipeline(
                 prompt=list(PROMPTS),

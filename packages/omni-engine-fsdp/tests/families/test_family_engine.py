@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from family_under_test import log_probs_beside_and_alone
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 
@@ -21,7 +22,6 @@ from omni_core.options import (
     LoRAConfig,
     OptimizerConfig,
 )
-from omni_core.testing.samples import requests_for
 from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import (
     EngineRollout,
@@ -35,18 +35,8 @@ from omni_engine_fsdp.sharding import whole
 
 @pytest.fixture(scope="module")
 def engine(loaded: Any) -> PPODiffusersFSDPEngine:
-    """Rank 2, alpha 8; its factors B are not zero."""
-    model = DiffusionModelConfig(
-        path=str(loaded.path), pipeline=loaded.case.size, lora=LoRAConfig(rank=2, alpha=8.0)
-    )
-    built = PPODiffusersFSDPEngine(model, FSDPEngineConfig(device="cpu"), None, CheckpointConfig())
-    built.initialize()
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in built.trained().items():
-        if "lora_B" in name:
-            drawn = torch.randn(parameter.shape, generator=generator) * 0.1
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            local.detach().copy_(drawn)
+    """Of the family, moved from its start."""
+    built: PPODiffusersFSDPEngine = loaded.engine()
     return built
 
 
@@ -92,10 +82,21 @@ def test_case_32_no_guidance_is_reported_as_such(
     """CASES 32: 1.0 asked, 1.0 used, one branch."""
     rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
     spec = spec_of(loaded)
-    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
+    (trajectory,) = rollout.generate(loaded.requests(spec, ["a sign"]))
     assert trajectory.effective == spec
     assert trajectory.log_probs.isfinite().all()
     assert engine.denoiser.branches(NO_GUIDANCE) == 1
+
+
+def test_case_9_log_probs_do_not_depend_on_the_text_of_other_rows(
+    engine: PPODiffusersFSDPEngine, loaded: Any
+) -> None:
+    """CASES 9: 3 and 40 characters in one batch, guided."""
+    spec = attrs.evolve(spec_of(loaded), guidance_scale=loaded.case.guided)
+    requests = loaded.requests(spec, ["abc", "a sign " * 6])
+    beside, alone = log_probs_beside_and_alone(engine, requests)
+    assert beside.isfinite().all()
+    torch.testing.assert_close(alone, beside, rtol=0.0, atol=1e-5)
 
 
 def test_a_bf16_engine_samples_what_it_replays(loaded: Any) -> None:
@@ -115,7 +116,7 @@ def test_a_bf16_engine_samples_what_it_replays(loaded: Any) -> None:
     built.initialize()
     rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=built)
     spec = attrs.evolve(spec_of(loaded), guidance_scale=loaded.case.guided)
-    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]))
+    (trajectory,) = rollout.generate(loaded.requests(spec, ["a sign"]))
     replayed = built.replay(trajectory)
     assert torch.equal(replayed, trajectory.log_probs)
 
@@ -143,7 +144,7 @@ def test_kept_graphs_give_the_gradient_of_training_forwards(
     with monkeypatch.context() as patch:
         patch.setattr(engine, "graphs", KeptGraphs(engine.device, None))
         engine.begin_rollout()
-        found = rollout.generate(requests_for(spec, ["a sign", "blue"]), decode=False)
+        found = rollout.generate(loaded.requests(spec, ["a sign", "blue"]), decode=False)
         trajectory = Trajectory.concat(found)
         batch = TrainBatch(
             trajectory=trajectory,

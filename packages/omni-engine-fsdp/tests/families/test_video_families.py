@@ -7,7 +7,6 @@ sigmas. Of LTX2Pipeline's guidance, what the family leaves out is switched off. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,39 +14,31 @@ import attrs
 import diffusers
 import pytest
 import torch
+from family_under_test import PROMPTS, SEEDS, FamilyUnderTest, log_probs_beside_and_alone
 from torch import Tensor
 
-from omni_core import plugins
 from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.choices import StepKind
 from omni_core.losses import ConfiguredLoss
-from omni_core.model import NO_GUIDANCE, Guidance, ModelFamily, Step
+from omni_core.model import NO_GUIDANCE, Guidance, Step
 from omni_core.options import (
-    CheckpointConfig,
     DiffusionLossConfig,
-    DiffusionModelConfig,
     DiffusionPipelineConfig,
     DiffusionSamplingConfig,
     DType,
-    LoRAConfig,
-    OptimizerConfig,
 )
-from omni_core.schedule import FlowMatchSchedule
 from omni_core.testing.samples import requests_for, train_batch
 from omni_core.trajectory import SamplingSpec, Trajectory
 from omni_engine_fsdp import (
     EngineRollout,
     EngineRolloutConfig,
-    FSDPEngineConfig,
     PPODiffusersFSDPEngine,
     lora,
 )
 from omni_engine_fsdp.sampling import SampledBatch, SamplingBatch, SamplingRule, sample
 
 STEPS = 5
-PROMPTS = ("a red sign", "blue")
 NEGATIVE = "blue photo"
-SEEDS = (11, 2**40 + 7)
 SIGMAS = (0.97826087, 0.68181819)
 TWO_SCALES = Guidance(scale=4.0, second_scale=2.5)
 
@@ -99,57 +90,13 @@ class Euler(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         return result
 
 
-@attrs.define(eq=False, slots=False)
-class Loaded:
-    """A family over its tiny pipeline, each part read once."""
+class Loaded(FamilyUnderTest):
+    """One of the two, and its stock pipeline."""
 
-    case: VideoCase
-    path: Path
-
-    def family_of(self, **changes: Any) -> ModelFamily:
-        config = DiffusionModelConfig(path=str(self.path), pipeline=self.case.size)
-        plugin = plugins.registry(plugins.MODELS).get(self.case.name)
-        built: ModelFamily = plugin.build(attrs.evolve(config, **changes))
-        return built
-
-    @cached_property
-    def family(self) -> ModelFamily:
-        return self.family_of()
-
-    @cached_property
-    def denoiser(self) -> Any:
-        return self.family.load_denoiser(torch.float32)
-
-    @cached_property
-    def codec(self) -> Any:
-        return self.family.load_codec(torch.float32)
-
-    @cached_property
-    def conditioner(self) -> Any:
-        return self.family.load_conditioner(torch.float32)
-
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return dict(self.codec.latent_shapes(self.case.size))
-
-    @cached_property
-    def schedule(self) -> FlowMatchSchedule:
-        return self.family.schedule(DiffusionSamplingConfig(num_inference_steps=STEPS))
-
-    @cached_property
-    def pipeline(self) -> Any:
-        """The stock one."""
-        kind = getattr(diffusers, self.family.pipeline_classes[0])
-        pipeline = kind.from_pretrained(self.path, local_files_only=True)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
+    steps = STEPS
 
     def encode(self, guidance: Guidance) -> Any:
         return self.conditioner.encode(PROMPTS, negative_prompt=NEGATIVE, guidance=guidance)
-
-    def noise(self, rows: int = 2) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(3)
-        return {n: torch.randn(rows, *s, generator=generator) for n, s in self.shapes.items()}
 
     def sampled(self, guidance: Guidance, kind: StepKind = StepKind.ODE) -> SampledBatch:
         windows = [() if kind is StepKind.ODE else tuple(range(STEPS - 1))] * len(SEEDS)
@@ -362,25 +309,21 @@ def test_sizes_that_do_not_fit_are_named(video: Loaded) -> None:
 
 @pytest.fixture(scope="module")
 def engine(video: Loaded) -> PPODiffusersFSDPEngine:
-    model = DiffusionModelConfig(
-        path=str(video.path), pipeline=video.case.size, lora=LoRAConfig(rank=2, alpha=8.0)
-    )
-    built = PPODiffusersFSDPEngine(
-        model,
-        FSDPEngineConfig(device="cpu", micro_batch_size=4),
-        OptimizerConfig(lr=1e-2),
-        CheckpointConfig(),
-    )
-    built.initialize()
-    return built
+    """Of the family, moved from its start."""
+    return video.engine()
 
 
-def test_case_32_case_7_both_scales_are_echoed_replay_is_exact_and_every_expert_learns(
-    video: Loaded, engine: PPODiffusersFSDPEngine
-) -> None:
-    """CASES 32 and 7: two scales used as asked, log-probs replayed bit for bit."""
+def factors(engine: PPODiffusersFSDPEngine) -> dict[str, Tensor]:
+    """Of every adapter, as they are now."""
+    return {
+        name: value.clone() for name, value in engine.get_per_tensor_param() if "lora_B" in name
+    }
+
+
+def spec_of(video: Loaded) -> SamplingSpec:
+    """Of two scales."""
     size = video.case.size
-    spec = SamplingSpec(
+    return SamplingSpec(
         sigmas=video.schedule.values(),
         guidance_scale=3.0,
         guidance_scale_2=2.0,
@@ -392,6 +335,13 @@ def test_case_32_case_7_both_scales_are_echoed_replay_is_exact_and_every_expert_
         kind=StepKind.SDE,
         noise_level=0.7,
     )
+
+
+def test_case_32_case_7_both_scales_are_echoed_replay_is_exact_and_every_expert_learns(
+    video: Loaded, engine: PPODiffusersFSDPEngine
+) -> None:
+    """CASES 32 and 7: two scales used as asked, log-probs replayed bit for bit."""
+    spec, before = spec_of(video), factors(engine)
     rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
     trajectory = Trajectory.concat(rollout.generate(requests_for(spec, ["a sign"])))
     assert trajectory.effective == spec
@@ -403,10 +353,21 @@ def test_case_32_case_7_both_scales_are_echoed_replay_is_exact_and_every_expert_
     engine.train_batch(train_batch(trajectory), loss)
     moved = {
         name.partition(".")[0]
-        for name, value in engine.get_per_tensor_param()
-        if "lora_B" in name and value.abs().max() > 0
+        for name, value in factors(engine).items()
+        if not torch.equal(value, before[name])
     }
     assert moved == set(engine.denoiser.experts)
+
+
+def test_case_9_log_probs_do_not_depend_on_the_text_of_other_rows(
+    video: Loaded, engine: PPODiffusersFSDPEngine
+) -> None:
+    """CASES 9: 3 and 40 characters in one batch, guided."""
+    beside, alone = log_probs_beside_and_alone(
+        engine, requests_for(spec_of(video), ["abc", "a sign " * 6])
+    )
+    assert beside.isfinite().all()
+    torch.testing.assert_close(alone, beside, rtol=0.0, atol=1e-5)
 
 
 @torch.no_grad()
@@ -415,7 +376,7 @@ def test_case_22_case_25_the_exported_lora_loads_in_the_stock_pipeline(
 ) -> None:
     """CASES 22 and 25, both experts: scale 4.0, and the trainer's own velocity."""
     engine.export_adapter(tmp_path)
-    pipeline = type(video.pipeline).from_pretrained(video.path, local_files_only=True)
+    pipeline = video.stock()
     pipeline.load_lora_weights(tmp_path)
     if video.case.name == "wan":
         pipeline.load_lora_weights(tmp_path / "transformer_2", load_into_transformer_2=True)

@@ -7,7 +7,7 @@ G prompts, B rows, C H W latents, P = H/2 * W/2 patches, L tokens, D text width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransf
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor
 
+from omni_core.families.masked_text import MaskedTextConditioning
 from omni_core.families.qwen_image import QwenImageConditioning
-from omni_core.model import Guidance, Step, TextLayout
+from omni_core.model import Conditioner, Denoiser, Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
@@ -61,35 +62,47 @@ class QwenImageDenoiser(TransformerDenoiser):
             ValueError: guidance is asked for and there is no negative prompt.
         """
         own = conditioning_of(conditioning, QwenImageConditioning)
-        sample = latents[IMAGE]
-        sides = (sample.shape[-2], sample.shape[-1])
-        packed, sigma = pack(sample), step.timestep / 1000.0
+        return {IMAGE: self._guided(latents[IMAGE], step, own, guidance)}
+
+    def _guided(
+        self,
+        sample: Tensor,
+        step: Step,
+        own: MaskedTextConditioning,
+        guidance: Guidance,
+        beside: Tensor | None = None,
+    ) -> Tensor:
+        """Predict for latents [B, C, H, W], looking also at those *beside* them, [B, C, H', W']."""
+        sigma = step.timestep / 1000.0
+        shown = [sample] if beside is None else [sample, beside.to(sample)]
         if self.branches(guidance) == 1:
-            found = self._predict(packed, sigma, own.prompt_embeds, own.prompt_mask, sides)
+            found = self._predict(shown, sigma, own.prompt_embeds, own.prompt_mask)
         else:
             text, mask = both_branches(own)
-            both = self._predict(twice(packed), twice(sigma), text, mask, sides)
+            both = self._predict([twice(each) for each in shown], twice(sigma), text, mask)
             found = guided_at_norm(both, guidance)
-        return {IMAGE: unpack(found, sample)}
+        return unpack(found, sample)
 
     def _predict(
-        self, packed: Tensor, sigma: Tensor, text: Tensor, mask: Tensor, sides: tuple[int, int]
+        self, shown: Sequence[Tensor], sigma: Tensor, text: Tensor, mask: Tensor
     ) -> Tensor:
-        """Predict for patches [B, P, 4 C]."""
+        """Predict for the first of pictures [B, C, H, W] that are one sequence: patches [B, P, 4 C]."""
         transformer: Any = self.transformer
+        parts = [pack(picture) for picture in shown]
+        sides = [(1, each.shape[-2] // PATCH, each.shape[-1] // PATCH) for each in shown]
         with float32_inputs(transformer.time_text_embed.time_proj, sigma):
             predicted: Tensor = transformer(
-                hidden_states=packed.to(self.dtype),
+                hidden_states=torch.cat(parts, dim=1).to(self.dtype),
                 timestep=sigma,
                 encoder_hidden_states=text.to(self.dtype),
                 encoder_hidden_states_mask=mask.bool(),
-                img_shapes=[[(1, sides[0] // PATCH, sides[1] // PATCH)]] * len(packed),
+                img_shapes=[sides] * len(text),
                 return_dict=False,
             )[0]
-        return self.widened(predicted)
+        return self.widened(predicted[:, : parts[0].shape[1]])
 
 
-def both_branches(own: QwenImageConditioning) -> tuple[Tensor, Tensor]:
+def both_branches(own: MaskedTextConditioning) -> tuple[Tensor, Tensor]:
     """Text [2B, L, D] and mask [2B, L] of both branches, the negative one first.
 
     Raises:
@@ -146,12 +159,21 @@ class QwenImageConditioner(StockConditioner):
         )
 
     def _encoded(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        text, mask = self.pipeline.encode_prompt(
-            prompt=list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
+        return masked(
+            self.pipeline.encode_prompt(
+                prompt=list(prompts),
+                device=self.device,
+                max_sequence_length=self.max_sequence_length,
+            )
         )
-        if mask is None:  # stock leaves out a mask of ones
-            mask = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
-        return text, mask.to(torch.int64)
+
+
+def masked(encoded: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Return text and mask int64 as `encode_prompt` gives them, which leaves out a mask of ones."""
+    text, mask = encoded
+    if mask is None:
+        mask = torch.ones(text.shape[:2], dtype=torch.int64, device=text.device)
+    return text, mask.to(torch.int64)
 
 
 class QwenImageCodec(ImageCodec):
@@ -164,6 +186,9 @@ class QwenImageCodec(ImageCodec):
         return pixels[:, :, 0]
 
 
+Q = TypeVar("Q", bound=QwenImageCodec)
+
+
 class QwenImageFamily(FolderFamily):
     """Loads the parts of a QwenImagePipeline folder."""
 
@@ -172,8 +197,9 @@ class QwenImageFamily(FolderFamily):
     transformer_class = QwenImageTransformer2DModel
     text_layout = TextLayout.MASKED
     lora_targets = QwenImageDenoiser.targets
+    denoiser_class = QwenImageDenoiser
 
-    def load_denoiser(self, dtype: torch.dtype) -> QwenImageDenoiser:
+    def load_denoiser(self, dtype: torch.dtype) -> Denoiser:
         """Read the transformer; its weights are kept in *dtype* and it computes in `model.dtype`.
 
         Raises:
@@ -183,26 +209,33 @@ class QwenImageFamily(FolderFamily):
             raise ValueError(
                 f"{self.folder.root}: family {self.name!r} takes models without guidance_embeds"
             )
-        return QwenImageDenoiser(self.load_transformer(dtype), self.compute_dtype)
+        return super().load_denoiser(dtype)
 
-    def load_conditioner(self, dtype: torch.dtype) -> QwenImageConditioner:
+    def load_conditioner(self, dtype: torch.dtype) -> Conditioner:
         """Read tokenizer and encoder.
 
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
         length = self.check_text_length(MAX_TEXT)
-        self.folder.require("text_encoder", "Qwen2_5_VLForConditionalGeneration")
-        stock: Any = QwenImagePipeline
-        pipeline = self.load_text_pipeline(stock, dtype=dtype)
+        pipeline = self.text_pipeline(QwenImagePipeline, dtype)
         return QwenImageConditioner(pipeline, max_sequence_length=length)
+
+    def text_pipeline(self, stock: Any, dtype: torch.dtype, **instead: Any) -> Any:
+        """Read what encodes, of a stock pipeline's class; some components may be given."""
+        self.folder.require("text_encoder", "Qwen2_5_VLForConditionalGeneration")
+        return self.load_text_pipeline(stock, dtype=dtype, **instead)
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         """Read the autoencoder."""
+        return self.codec_of(QwenImageCodec, dtype)
+
+    def codec_of(self, kind: type[Q], dtype: torch.dtype) -> Q:
+        """Read the autoencoder, for a codec of a kind."""
         vae = self.folder.load("vae", AutoencoderKLQwenImage, dtype=dtype)
         scale = self._scale()
         channels = int(self.transformer_config["in_channels"]) // PATCH**2
-        return QwenImageCodec(vae, channels=channels, scale=scale, unit=PATCH * scale)
+        return kind(vae, channels=channels, scale=scale, unit=PATCH * scale)
 
     def stock_call(self, sampling: DiffusionSamplingConfig) -> dict[str, Any]:
         """Name the scale as the stock pipeline does, which reads a negative prompt above 1 alone."""

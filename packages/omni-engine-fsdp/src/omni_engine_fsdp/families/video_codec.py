@@ -83,6 +83,19 @@ class VideoCodec(Codec):
         self.vae.to(device)
 
 
+def scaled(latents: Tensor, vae: Any) -> Tensor:
+    """Scale channel-wise what such an autoencoder encoded, as the stock pipelines do.
+
+    Args:
+        latents: [B, C, F, H, W].
+        vae: As for `unscaled`.
+    """
+    config = vae.config
+    shape = (1, config.z_dim, 1, 1, 1)
+    mean = torch.tensor(config.latents_mean).view(shape).to(latents)
+    return (latents - mean) / torch.tensor(config.latents_std).view(shape).to(latents)
+
+
 def unscaled(latents: Tensor, vae: Any) -> Tensor:
     """Undo the channel-wise scaling of autoencoders that name their latents' mean and deviation.
 
