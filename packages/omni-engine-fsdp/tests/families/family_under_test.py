@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omni_core import plugins
-from omni_core.model import Conditioner, Denoiser, ModelFamily
+from omni_core.model import NO_GUIDANCE, Conditioner, Denoiser, ModelFamily
 from omni_core.options import (
     CheckpointConfig,
     DiffusionModelConfig,
@@ -144,3 +144,35 @@ def log_probs_beside_and_alone(
         places=tuple(BatchPlace("alone", place, count) for place in range(count)),
     )
     return drawn.log_probs, engine.replay(alone)
+
+
+class SeenTokenizer:
+    """A tokenizer that keeps what it was asked to cut off."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.seen: list[tuple[int, int]] = []
+        """Tokens of a text before it is cut, and how many are kept."""
+
+    def __call__(self, texts: Any, **options: Any) -> Any:
+        if options.get("truncation"):
+            for text in [texts] if isinstance(texts, str) else texts:
+                self.seen.append((len(self.tokenizer(text).input_ids), options["max_length"]))
+        return self.tokenizer(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def counts_of_stock(conditioner: Any, prompts: list[str]) -> list[tuple[int, int]]:
+    """Return tokens and limit of each prompt, as the stock pipeline's longest tokenizer is asked."""
+    found: list[list[tuple[int, int]]] = []
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        own = getattr(conditioner.pipeline, name, None)
+        if own is not None:
+            seen = SeenTokenizer(own)
+            setattr(conditioner.pipeline, name, seen)
+            conditioner.encode(prompts, negative_prompt="", guidance=NO_GUIDANCE)
+            setattr(conditioner.pipeline, name, own)
+            found.append(seen.seen[: len(prompts)])
+    return found[-1]

@@ -8,6 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from family_under_test import counts_of_stock
 from torch import Tensor, nn
 
 from omni_core import plugins
@@ -171,6 +172,23 @@ def test_guidance_without_a_negative_branch_is_refused(loaded: Any) -> None:
         loaded.denoiser.velocity(
             loaded.noise(1), step_at(1.0), loaded.encode(("a",), 1.0), guidance
         )
+
+
+def test_prompts_are_counted_as_the_encoder_reads_them(loaded: Any) -> None:
+    """Before a run says that a prompt is cut: a masked family by its mask, a fixed one by what stock cuts."""
+    prompts = ["abc", "a sign " * 80]
+    found = loaded.family.prompt_lengths(prompts)
+    assert found[1].cut is ("image" not in loaded.family.inputs)
+    if "image" in loaded.family.inputs:  # the encoder reads all of it, and the image
+        masks = [loaded.encode((prompt,), 1.0).prompt_mask.sum() for prompt in prompts]
+        assert found[1].tokens - found[0].tokens == masks[1] - masks[0]
+    elif loaded.family.text_layout is TextLayout.MASKED:
+        for prompt, length in zip(prompts, found, strict=True):
+            mask = loaded.encode((prompt,), 1.0).prompt_mask
+            assert mask.sum() == min(length.tokens, length.limit)
+    else:
+        expected = counts_of_stock(loaded.conditioner, prompts)
+        assert [(length.tokens, length.limit) for length in found] == expected
 
 
 # -- precision ------------------------------------------------------------------------------------

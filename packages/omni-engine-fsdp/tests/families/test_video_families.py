@@ -14,7 +14,13 @@ import attrs
 import diffusers
 import pytest
 import torch
-from family_under_test import PROMPTS, SEEDS, FamilyUnderTest, log_probs_beside_and_alone
+from family_under_test import (
+    PROMPTS,
+    SEEDS,
+    FamilyUnderTest,
+    counts_of_stock,
+    log_probs_beside_and_alone,
+)
 from torch import Tensor
 
 from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
@@ -273,6 +279,15 @@ def test_case_9_text_beside_it_changes_nothing_and_its_length_is_the_configured(
     )
     for name, value in found.items():
         torch.testing.assert_close(together[name][first], value, rtol=0.0, atol=1e-5)
+
+
+def test_prompts_are_counted_as_the_encoder_reads_them(video: Loaded) -> None:
+    prompts = ["abc", "  a sign " * 6]
+    found = video.family.prompt_lengths(prompts)
+    assert found is not None
+    assert [length.cut for length in found] == [False, True]
+    expected = counts_of_stock(video.conditioner, prompts)
+    assert [(length.tokens, length.limit) for length in found] == expected
 
 
 def test_lora_targets_and_shard_units_are_in_every_expert(video: Loaded) -> None:

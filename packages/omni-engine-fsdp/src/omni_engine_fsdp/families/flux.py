@@ -18,6 +18,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from omni_core.families.flux import FluxConditioning
 from omni_core.model import Guidance, GuidanceKind, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -142,6 +143,11 @@ class FluxFamily(FolderFamily):
         conditioner = FluxConditioner(pipeline, max_sequence_length=length)
         conditioner.takes_scale = self.transformer_config["guidance_embeds"]
         return conditioner
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with T5's tokenizer: CLIP reads 77 tokens of any prompt."""
+        length = self.config.pipeline.max_sequence_length
+        return self.count_tokens("tokenizer_2", prompts, limit=length)
 
     def load_codec(self, dtype: torch.dtype) -> KLCodec:
         """Read the autoencoder."""

@@ -20,6 +20,7 @@ from torch.nn.functional import pixel_shuffle
 from omni_core.families.flux2 import Flux2Conditioning
 from omni_core.model import Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -169,6 +170,12 @@ class Flux2Family(FolderFamily):
         conditioner = Flux2Conditioner(pipeline, max_sequence_length=length)
         conditioner.distilled = bool(self.folder.settings.get("is_distilled", False))
         return conditioner
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with the chat template around a prompt, whose end is cut first."""
+        length = self.config.pipeline.max_sequence_length
+        texts = self.chat_texts(prompts, enable_thinking=False)
+        return self.count_tokens("tokenizer", texts, limit=length)
 
     def load_codec(self, dtype: torch.dtype) -> Flux2Codec:
         """Read the autoencoder."""

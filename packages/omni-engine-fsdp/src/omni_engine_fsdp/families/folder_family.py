@@ -93,13 +93,27 @@ class FolderFamily(ModelFamily):
             prompts: As the encoder is given them.
             limit: Tokens that are read; None takes the tokenizer's own number.
         """
-        counter = self._tokenizer(tokenizer)
+        counter = self.tokenizer(tokenizer)
         rows = counter(list(prompts), verbose=False)["input_ids"]
         most = limit or int(counter.model_max_length)
         return [PromptLength(tokens=len(row), limit=most) for row in rows]
 
+    def chat_texts(self, prompts: Sequence[str], *, enable_thinking: bool) -> list[str]:
+        """Return prompts as the stock pipelines of chat models write them: one turn of a user."""
+        chat = self.tokenizer("tokenizer")
+        return [
+            chat.apply_chat_template(
+                [{"role": "user", "content": prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=enable_thinking,
+            )
+            for prompt in prompts
+        ]
+
     @cache  # noqa: B019 -- a family lives as long as its run
-    def _tokenizer(self, component: str) -> Any:
+    def tokenizer(self, component: str) -> Any:
+        """Read a tokenizer of the folder, once."""
         _, class_name = self.folder.components[component]
         return getattr(transformers, class_name).from_pretrained(
             self.folder.root, subfolder=component, local_files_only=True

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from omni_core.families.ltx2 import LTX2Conditioning
 from omni_core.model import Guidance, Step, TextLayout
 from omni_core.options import DiffusionPipelineConfig, DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning, Media
@@ -297,6 +298,12 @@ class LTX2Family(FolderFamily):
         stock: Any = LTX2Pipeline
         pipeline = self.load_text_pipeline(stock, dtype=dtype, audio_vae=None, vocoder=None)
         return LTX2Conditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with Gemma's tokenizer."""
+        length = self.config.pipeline.max_sequence_length
+        texts = [prompt.strip() for prompt in prompts]
+        return self.count_tokens("tokenizer", texts, limit=length)
 
     def load_codec(self, dtype: torch.dtype) -> LTX2Codec:
         """Read the autoencoders and the vocoder.

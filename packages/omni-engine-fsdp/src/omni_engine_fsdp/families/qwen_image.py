@@ -19,6 +19,7 @@ from omni_core.families.masked_text import MaskedTextConditioning
 from omni_core.families.qwen_image import QwenImageConditioning
 from omni_core.model import Conditioner, Denoiser, Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -220,6 +221,18 @@ class QwenImageFamily(FolderFamily):
         length = self.check_text_length(MAX_TEXT)
         pipeline = self.text_pipeline(QwenImagePipeline, dtype)
         return QwenImageConditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count as the mask does: a prompt's tokens and the end of the stock template after them."""
+        stock: Any = QwenImagePipeline
+        empty = stock(scheduler=None, vae=None, text_encoder=None, tokenizer=None, transformer=None)
+        length = self.config.pipeline.max_sequence_length
+        texts = [empty.prompt_template_encode.format(prompt) for prompt in prompts]
+        dropped = empty.prompt_template_encode_start_idx
+        return [
+            PromptLength(tokens=found.tokens - dropped, limit=length)
+            for found in self.count_tokens("tokenizer", texts, limit=length)
+        ]
 
     def text_pipeline(self, stock: Any, dtype: torch.dtype, **instead: Any) -> Any:
         """Read what encodes, of a stock pipeline's class; some components may be given."""

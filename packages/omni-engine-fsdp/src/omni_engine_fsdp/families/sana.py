@@ -19,6 +19,7 @@ from torch import Tensor
 from omni_core.families.sana import SanaConditioning
 from omni_core.model import Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -153,6 +154,19 @@ class SanaFamily(FolderFamily):
         length = self.check_text_length(MAX_TEXT)
         pipeline = self.load_text_pipeline(SanaPipeline, dtype=dtype)
         return SanaConditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count a prompt's own tokens, and two of the instruction before it."""
+        length = self.config.pipeline.max_sequence_length
+        instruction = "\n".join(stock_instruction())
+        (before,) = self.count_tokens("tokenizer", [instruction], limit=length)
+        found = self.count_tokens(
+            "tokenizer", [instruction + each for each in prompts], limit=length
+        )
+        # Of the instruction its first and its last token are read along with the prompt.
+        return [
+            PromptLength(tokens=each.tokens - before.tokens + 2, limit=length) for each in found
+        ]
 
     def load_codec(self, dtype: torch.dtype) -> SanaCodec:
         """Read the autoencoder."""

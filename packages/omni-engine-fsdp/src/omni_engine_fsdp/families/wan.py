@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from omni_core.families.wan import WanConditioning
 from omni_core.model import Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import NUM_TRAIN_TIMESTEPS, FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -219,6 +221,13 @@ class WanFamily(FolderFamily):
         stock: Any = WanPipeline
         pipeline = self.load_text_pipeline(stock, dtype=dtype, transformer_2=None)
         return WanConditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with UMT5's tokenizer, as the stock pipeline cleans a prompt."""
+        length = self.config.pipeline.max_sequence_length
+        clean: Any = prompt_clean
+        texts = [clean(prompt) for prompt in prompts]
+        return self.count_tokens("tokenizer", texts, limit=length)
 
     def load_codec(self, dtype: torch.dtype) -> WanCodec:
         """Read the autoencoder."""

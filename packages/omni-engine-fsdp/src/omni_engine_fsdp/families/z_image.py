@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from omni_core.families.z_image import ZImageConditioning
 from omni_core.model import Guidance, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
+from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
 from omni_core.schedule import FlowMatchSchedule
 from omni_core.trajectory import Conditioning
@@ -142,6 +143,12 @@ class ZImageFamily(FolderFamily):
         length = self.check_text_length(MAX_TEXT)
         pipeline = self.load_text_pipeline(ZImagePipeline, dtype=dtype)
         return ZImageConditioner(pipeline, max_sequence_length=length)
+
+    def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
+        """Count with the chat template around a prompt, whose end is cut first."""
+        length = self.config.pipeline.max_sequence_length
+        texts = self.chat_texts(prompts, enable_thinking=True)
+        return self.count_tokens("tokenizer", texts, limit=length)
 
     def load_codec(self, dtype: torch.dtype) -> KLCodec:
         """Read the autoencoder."""
