@@ -84,6 +84,16 @@ class Step:
 
 
 @attrs.frozen(kw_only=True)
+class PositionFactors:
+    """What a module says of every position, such as rotary factors: each output has one place for each."""
+
+    dim: int
+    """Of the outputs, along which positions lie."""
+    streams: tuple[str, ...] = ()
+    """Concatenated there in this order; empty where each output is of one stream alone."""
+
+
+@attrs.frozen(kw_only=True)
 class SequencePlan:
     """Where an expert's sequences begin, meet in attention and end, so that ranks can share them.
 
@@ -99,6 +109,14 @@ class SequencePlan:
     order in which they are concatenated. It goes through torch's scaled_dot_product_attention."""
     heads: int
     """Of every attention named above."""
+    inputs: Mapping[str, Mapping[str, str]] = attrs.field(factory=dict)
+    """Module -> argument of its forward that has all positions [B, S, ...] -> the stream's name: cut as the
+    module is called. For streams that begin behind no module, and for masks of keys."""
+    factors: Mapping[str, PositionFactors] = attrs.field(factory=dict)
+    """Module whose outputs have a place for each position."""
+    left_out: Mapping[str, str] = attrs.field(factory=dict)
+    """Module behind which the expert drops a stream that lies first in its output, by the length that the
+    stream has on all ranks together -> the stream's name."""
 
 
 class Denoiser(ABC):
@@ -107,6 +125,8 @@ class Denoiser(ABC):
     branches_as_batch: bool = False
     """Whether `velocity` calls its expert once, both guidance branches being halves of the batch: then
     two ranks can run them (CFG parallelism)."""
+    rowless_inputs: tuple[str, ...] = ()
+    """Keyword arguments of the experts that are the same for all rows, though they may be as long."""
 
     @property
     @abstractmethod

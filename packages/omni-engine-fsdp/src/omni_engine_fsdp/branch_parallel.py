@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -26,6 +27,8 @@ class _Halves:
     """What is done around an expert's forward."""
 
     group: Any
+    rowless: tuple[str, ...] = ()
+    """Keyword arguments that are the same for all rows."""
     branches: int = 1
     """Of the velocity under way."""
 
@@ -36,12 +39,11 @@ class _Halves:
         del module
         if self.branches == 1:
             return args, kwargs
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim]
+        with_rows = {key: x for key, x in kwargs.items() if key not in self.rowless}
+        given = [x for x in (*args, *with_rows.values()) if isinstance(x, Tensor) and x.ndim]
         rows = given[0].shape[0]
-        return (
-            tuple(self._half(x, rows) for x in args),
-            {key: self._half(x, rows) for key, x in kwargs.items()},
-        )
+        halves = {key: self._half(x, rows) for key, x in with_rows.items()}
+        return tuple(self._half(x, rows) for x in args), {**kwargs, **halves}
 
     def _half(self, value: Any, rows: int) -> Any:
         start = dist.get_rank(self.group) * (rows // 2)
@@ -58,7 +60,9 @@ class _Halves:
             return tuple(self._joined(x) for x in output)
         return self._joined(output)
 
-    def _joined(self, value: Tensor) -> Tensor:
+    def _joined(self, value: Any) -> Any:
+        if isinstance(value, list):  # of rows
+            return list(self._joined(torch.stack(value)).unbind(0))
         if self.branches == 1:
             return collectives.share(value, dist.get_world_size(self.group))
         return collectives.gather(value, 0, self.group)
@@ -74,13 +78,16 @@ class BranchParallelDenoiser(Denoiser):
             ValueError: the family does not run both branches as one batch.
         """
         if not denoiser.branches_as_batch:
-            msg = (
-                f"engine.cfg_parallel: {type(denoiser).__name__} does not run both guidance branches as "
-                "one batch; take 1"
+            name = type(denoiser).__name__
+            reason = (
+                "has one branch at any guidance scale"
+                if denoiser.branches(Guidance(scale=2.0)) == 1
+                else "does not run both guidance branches as one batch"
             )
+            msg = f"engine.cfg_parallel: {name} {reason}; take 1"
             raise ValueError(msg)
         self.denoiser = denoiser
-        self._halves = _Halves(group)
+        self._halves = _Halves(group, denoiser.rowless_inputs)
         for expert in denoiser.experts.values():
             expert.register_forward_pre_hook(self._halves.before, with_kwargs=True)
             expert.register_forward_hook(self._halves.after)

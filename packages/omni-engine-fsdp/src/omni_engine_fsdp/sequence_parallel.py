@@ -9,6 +9,7 @@ join them is the family's `SequencePlan`. Letters: B rows, S positions of a rank
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from omni_core.model import SequencePlan
+from omni_core.model import PositionFactors, SequencePlan
 from omni_core.options import divisors
 from omni_engine_fsdp import collectives
 
@@ -41,11 +42,33 @@ class _Streams:
         return -(-self.lengths[stream] // self.ranks)
 
     def cut(self, value: Tensor, stream: str) -> Tensor:
-        """[B, all positions, D] -> [B, S, D]."""
+        """[B, all positions, ...] -> [B, S, ...]."""
         self.lengths[stream] = value.shape[1]
-        size = self.part(stream)
-        padded = F.pad(value, (0, 0, 0, size * self.ranks - value.shape[1]))
-        return padded.narrow(1, size * dist.get_rank(self.group), size)
+        return self.own_part(value, 1)
+
+    def own_part(self, value: Tensor, dim: int) -> Tensor:
+        """Take this rank's part of one stream, padded with zeros to equal parts."""
+        length = value.shape[dim]
+        size = -(-length // self.ranks)
+        shape = [*value.shape]
+        shape[dim] = size * self.ranks - length
+        padded = torch.cat([value, value.new_zeros(shape)], dim) if shape[dim] else value
+        return padded.narrow(dim, size * dist.get_rank(self.group), size)
+
+    def cut_factors(self, value: Tensor, factors: PositionFactors) -> Tensor:
+        """Take what is said of this rank's positions, of each stream."""
+        dim = factors.dim
+        if not factors.streams:
+            return self.own_part(value, dim)
+        lengths = [self.lengths[stream] for stream in factors.streams]
+        parts = torch.split(value, lengths, dim)
+        return torch.cat([self.own_part(part, dim) for part in parts], dim)
+
+    def lengthen(self, value: Tensor, stream: str) -> Tensor:
+        """Give a stream that lies first, and is about to be dropped, the length of all ranks together."""
+        rest = value[:, self.part(stream) :]
+        filler = rest.new_zeros(rest.shape[0], self.lengths[stream], *rest.shape[2:])
+        return torch.cat([filler, rest], 1)
 
     def join(self, value: Tensor, stream: str) -> Tensor:
         """[B, S, D] -> [B, all positions, D]."""
@@ -88,9 +111,6 @@ class _Exchanging(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        if attn_mask is not None:
-            msg = "engine.ulysses: attention with a mask is not exchanged between ranks"
-            raise NotImplementedError(msg)
         streams, group = self.streams, self.streams.group
         here = sum(map(streams.part, self.names))
         if {query.shape[2], key.shape[2]} != {here}:
@@ -104,10 +124,27 @@ class _Exchanging(TorchFunctionMode):
             real = real.to(query.device)
         whole = [collectives.positions_to_heads(x, group) for x in (query, key, value)]
         q, k, v = whole if real is None else [x.index_select(2, real) for x in whole]
-        found = F.scaled_dot_product_attention(q, k, v, **options)
+        mask = None if attn_mask is None else _all_keys(attn_mask, here, real, group)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         if real is not None:
             found = torch.zeros_like(whole[0]).index_copy(2, real, found)
         return collectives.heads_to_positions(found, group)
+
+
+def _all_keys(mask: Tensor, here: int, real: Tensor | None, group: Any) -> Tensor:
+    """Join the masks of all ranks' keys: bool [B, 1, 1, S] -> [B, 1, 1, all positions].
+
+    Raises:
+        NotImplementedError: it says something else of each head, or of each query.
+    """
+    if mask.dtype != torch.bool or tuple(mask.shape[1:]) != (1, 1, here):
+        msg = (
+            f"engine.ulysses: a mask {mask.dtype} {[*mask.shape]} is not exchanged between ranks; those "
+            f"of keys alone are, torch.bool [rows, 1, 1, {here}]"
+        )
+        raise NotImplementedError(msg)
+    whole = collectives.gather(mask.to(torch.uint8), 3, group).bool()
+    return whole if real is None else whole.index_select(3, real)
 
 
 def split_sequences(expert: nn.Module, plan: SequencePlan, group: Any, *, name: str) -> None:
@@ -132,6 +169,13 @@ def split_sequences(expert: nn.Module, plan: SequencePlan, group: Any, *, name: 
     streams = _Streams(group)
     for module, stream in plan.cut.items():
         _after(expert.get_submodule(module), functools.partial(streams.cut, stream=stream))
+    for module, arguments in plan.inputs.items():
+        _before(expert.get_submodule(module), streams, arguments)
+    for module, factors in plan.factors.items():
+        cut = functools.partial(streams.cut_factors, factors=factors)
+        _after(expert.get_submodule(module), functools.partial(_each, cut))
+    for module, stream in plan.left_out.items():
+        _after(expert.get_submodule(module), functools.partial(streams.lengthen, stream=stream))
     for module, stream in plan.join.items():
         _after(expert.get_submodule(module), functools.partial(streams.join, stream=stream))
     for suffix, order in plan.attention.items():
@@ -140,8 +184,28 @@ def split_sequences(expert: nn.Module, plan: SequencePlan, group: Any, *, name: 
             _attend_together(module_, streams, order)
 
 
-def _after(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def _after(module: nn.Module, change: Callable[[Any], Any]) -> None:
     module.register_forward_hook(lambda _, args, output: change(output))
+
+
+def _each(cut: Callable[[Tensor], Tensor], outputs: Tensor | tuple[Tensor, ...]) -> Any:
+    return cut(outputs) if isinstance(outputs, Tensor) else tuple(map(cut, outputs))
+
+
+def _before(module: nn.Module, streams: _Streams, arguments: Mapping[str, str]) -> None:
+    """Cut arguments, by name however they are passed: checkpointed blocks are called by position."""
+    signature = inspect.signature(module.forward)
+
+    def cut(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = signature.bind(*args, **kwargs)
+        for name, stream in arguments.items():
+            if given.arguments.get(name) is not None:
+                given.arguments[name] = streams.cut(given.arguments[name], stream)
+        return given.args, given.kwargs
+
+    module.register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def _attend_together(module: nn.Module, streams: _Streams, order: Sequence[str]) -> None:

@@ -14,9 +14,17 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import nn
 
 from omni_core.families.flux import FluxConditioning
-from omni_core.model import Guidance, GuidanceKind, Step, TextLayout
+from omni_core.model import (
+    Guidance,
+    GuidanceKind,
+    PositionFactors,
+    SequencePlan,
+    Step,
+    TextLayout,
+)
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
@@ -28,6 +36,7 @@ from omni_engine_fsdp.families.packing import PATCH, grid_ids, pack, unpack
 from omni_engine_fsdp.families.text_encoders import StockConditioner
 from omni_engine_fsdp.families.transformer import (
     JOINT_ATTENTION,
+    TEXT,
     TransformerDenoiser,
     conditioning_of,
     float32_inputs,
@@ -44,6 +53,17 @@ class FluxDenoiser(TransformerDenoiser):
 
     targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
     blocks = ("transformer_blocks", "single_transformer_blocks")
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan:
+        """Text and image meet in every block's attention; their rotary factors are made together."""
+        config: Any = expert.config
+        return SequencePlan(
+            cut={"x_embedder": IMAGE, "context_embedder": TEXT},
+            join={"proj_out": IMAGE},
+            attention={"attn": (TEXT, IMAGE)},
+            heads=config.num_attention_heads,
+            factors={"pos_embed": PositionFactors(dim=0, streams=(TEXT, IMAGE))},
+        )
 
     def branches(self, guidance: Guidance) -> int:
         """One, at any scale."""
@@ -70,8 +90,8 @@ class FluxDenoiser(TransformerDenoiser):
             scale = torch.full_like(sigma, guidance.scale)
         height, width = (side // PATCH for side in sample.shape[-2:])
         text = own.prompt_embeds.to(self.dtype)
-        times = [each * 1000 for each in (sigma, scale) if each is not None]
-        with float32_inputs(transformer.time_text_embed.time_proj, *times):
+        sinusoids = transformer.time_text_embed.time_proj
+        with float32_inputs(transformer, sinusoids, timestep=1000.0, guidance=1000.0):
             predicted = transformer(
                 hidden_states=pack(sample).to(self.dtype),
                 timestep=sigma,

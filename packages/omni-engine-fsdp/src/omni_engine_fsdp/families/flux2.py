@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pixel_shuffle
 
 from omni_core.families.flux2 import Flux2Conditioning
-from omni_core.model import Guidance, Step, TextLayout
+from omni_core.model import Guidance, PositionFactors, SequencePlan, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
@@ -30,6 +30,7 @@ from omni_engine_fsdp.families.packing import PATCH, grid_ids
 from omni_engine_fsdp.families.text_encoders import StockConditioner
 from omni_engine_fsdp.families.transformer import (
     JOINT_ATTENTION,
+    TEXT,
     TransformerDenoiser,
     check_scale,
     conditioning_of,
@@ -50,6 +51,21 @@ class Flux2Denoiser(TransformerDenoiser):
 
     targets = (*(f"attn.{name}" for name in JOINT_ATTENTION), "attn.to_qkv_mlp_proj")
     blocks = ("transformer_blocks", "single_transformer_blocks")
+    branches_as_batch = True
+    rowless_inputs = ("txt_ids", "img_ids")
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan:
+        """Text and image meet in every block's attention, and the text is dropped behind the last block."""
+        module: Any = expert
+        last = len(module.single_transformer_blocks) - 1
+        return SequencePlan(
+            cut={"x_embedder": IMAGE, "context_embedder": TEXT},
+            join={"proj_out": IMAGE},
+            attention={"attn": (TEXT, IMAGE)},
+            heads=module.config.num_attention_heads,
+            factors={"pos_embed": PositionFactors(dim=0)},
+            left_out={f"single_transformer_blocks.{last}": TEXT},
+        )
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
@@ -75,7 +91,8 @@ class Flux2Denoiser(TransformerDenoiser):
         sigma = timestep / 1000  # as the stock pipeline rounds it
         height, width = sample.shape[-2:]
         tokens = sample.flatten(2).transpose(1, 2).contiguous()
-        with float32_inputs(transformer.time_guidance_embed.time_proj, sigma * 1000):
+        sinusoids = transformer.time_guidance_embed.time_proj
+        with float32_inputs(transformer, sinusoids, timestep=1000.0):
             predicted: Tensor = transformer(
                 hidden_states=tokens.to(self.dtype),
                 timestep=sigma,

@@ -68,6 +68,7 @@ class LTX2Denoiser(TransformerDenoiser):
     """
 
     targets = tuple(f"{layer}.{name}" for layer in ATTENTIONS for name in ATTENTION)
+    branches_as_batch = True
 
     def __init__(self, transformer: nn.Module, dtype: torch.dtype, *, frame_rate: float) -> None:
         """

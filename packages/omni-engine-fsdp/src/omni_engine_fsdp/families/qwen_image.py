@@ -13,11 +13,19 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_core.families.masked_text import MaskedTextConditioning
 from omni_core.families.qwen_image import QwenImageConditioning
-from omni_core.model import Conditioner, Denoiser, Guidance, Step, TextLayout
+from omni_core.model import (
+    Conditioner,
+    Denoiser,
+    Guidance,
+    PositionFactors,
+    SequencePlan,
+    Step,
+    TextLayout,
+)
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
@@ -29,6 +37,7 @@ from omni_engine_fsdp.families.packing import PATCH, pack, unpack
 from omni_engine_fsdp.families.text_encoders import StockConditioner
 from omni_engine_fsdp.families.transformer import (
     JOINT_ATTENTION,
+    TEXT,
     TransformerDenoiser,
     check_scale,
     conditioning_of,
@@ -49,6 +58,28 @@ class QwenImageDenoiser(TransformerDenoiser):
     """
 
     targets = tuple(f"attn.{name}" for name in JOINT_ATTENTION)
+    branches_as_batch = True
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan | None:
+        """Text and image meet in every block's attention, under a mask; None with `zero_cond_t`.
+
+        Its positions have one of two times each. Blocks cut, for the transformer compares the lengths
+        of the text and of its mask.
+        """
+        module: Any = expert
+        if module.config.zero_cond_t:
+            return None
+        blocks = [f"transformer_blocks.{i}" for i in range(len(module.transformer_blocks))]
+        inputs = {block: {"encoder_hidden_states_mask": TEXT} for block in blocks}
+        inputs[blocks[0]] |= {"hidden_states": IMAGE, "encoder_hidden_states": TEXT}
+        return SequencePlan(
+            cut={},
+            join={"proj_out": IMAGE},
+            attention={"attn": (TEXT, IMAGE)},
+            heads=module.config.num_attention_heads,
+            inputs=inputs,
+            factors={"pos_embed": PositionFactors(dim=0)},
+        )
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
@@ -91,7 +122,7 @@ class QwenImageDenoiser(TransformerDenoiser):
         transformer: Any = self.transformer
         parts = [pack(picture) for picture in shown]
         sides = [(1, each.shape[-2] // PATCH, each.shape[-1] // PATCH) for each in shown]
-        with float32_inputs(transformer.time_text_embed.time_proj, sigma):
+        with float32_inputs(transformer, transformer.time_text_embed.time_proj, timestep=1.0):
             predicted: Tensor = transformer(
                 hidden_states=torch.cat(parts, dim=1).to(self.dtype),
                 timestep=sigma,

@@ -47,6 +47,7 @@ class SanaDenoiser(TransformerDenoiser):
     """The linear transformer with classifier-free guidance."""
 
     targets = ATTENTION
+    branches_as_batch = True
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance

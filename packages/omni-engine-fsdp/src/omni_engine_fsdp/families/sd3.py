@@ -27,6 +27,7 @@ from omni_engine_fsdp.families.image_codec import IMAGE, KLCodec
 from omni_engine_fsdp.families.text_encoders import StockConditioner
 from omni_engine_fsdp.families.transformer import (
     JOINT_ATTENTION,
+    TEXT,
     TransformerDenoiser,
     check_scale,
     conditioning_of,
@@ -53,9 +54,9 @@ class SD3Denoiser(TransformerDenoiser):
         """Image and text meet in every block's attention; SD3.5's second one is the image's alone."""
         config: Any = expert.config
         return SequencePlan(
-            cut={"pos_embed": IMAGE, "context_embedder": "text"},
+            cut={"pos_embed": IMAGE, "context_embedder": TEXT},
             join={"proj_out": IMAGE},
-            attention={"attn": (IMAGE, "text"), "attn2": (IMAGE,)},
+            attention={"attn": (IMAGE, TEXT), "attn2": (IMAGE,)},
             heads=config.num_attention_heads,
         )
 

@@ -18,6 +18,8 @@ from omni_core.trajectory import Conditioning
 C = TypeVar("C", bound=Conditioning)
 
 EXPERT = "transformer"
+TEXT = "text"
+"""The stream of a sequence plan that the prompt is."""
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 """Projections of an attention of one stream."""
 JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -104,23 +106,34 @@ def guided(both: Tensor, guidance: Guidance) -> Tensor:
 
 
 @contextmanager
-def float32_inputs(embedding: nn.Module, *values: Tensor) -> Iterator[None]:
+def float32_inputs(transformer: nn.Module, embedding: nn.Module, **scales: float) -> Iterator[None]:
     """Give a module of sinusoids its inputs in float32, where the transformer would round them first.
 
+    They are taken as the transformer gets them: of its rank's rows alone, where ranks share a batch.
+
     Args:
-        embedding: Without weights of its own.
-        values: Its input in each of the calls within the context, in order.
+        transformer: Called once within the context, with each of *scales* by keyword.
+        embedding: Without weights of its own; called for each of them that is not None, in order.
+        scales: Keyword -> what the transformer multiplies it by for the sinusoids.
     """
-    left = list(values)
+    left: list[Tensor] = []
+
+    def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args
+        left.extend(kwargs[k] * scale for k, scale in scales.items() if kwargs[k] is not None)
 
     def exact(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (left.pop(0), *inputs[1:])
 
-    handle = embedding.register_forward_pre_hook(exact)
+    handles = (
+        transformer.register_forward_pre_hook(given, with_kwargs=True),
+        embedding.register_forward_pre_hook(exact),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
     assert not left, f"{len(left)} inputs were not asked for"
 
 

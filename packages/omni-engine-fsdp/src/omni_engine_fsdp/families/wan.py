@@ -17,7 +17,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from omni_core.families.wan import WanConditioning
-from omni_core.model import Guidance, Step, TextLayout
+from omni_core.model import Guidance, PositionFactors, SequencePlan, Step, TextLayout
 from omni_core.options import DiffusionSamplingConfig
 from omni_core.prompt_length import PromptLength
 from omni_core.reverse_step import Latents
@@ -53,6 +53,7 @@ class WanDenoiser(TransformerDenoiser):
 
     targets = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ATTENTION)
     blocks = ("blocks",)
+    branches_as_batch = True
 
     def __init__(
         self,
@@ -80,6 +81,18 @@ class WanDenoiser(TransformerDenoiser):
         """`transformer`, and `transformer_2` where there are two."""
         found = {EXPERT: self.transformer}
         return found if self.low_noise is None else {**found, LOW_NOISE: self.low_noise}
+
+    def sequence_plan(self, expert: nn.Module) -> SequencePlan:
+        """Positions of the video meet in `attn1`; in `attn2` each looks at the whole text by itself."""
+        config: Any = expert.config
+        return SequencePlan(
+            cut={},
+            join={"proj_out": VIDEO},
+            attention={"attn1": (VIDEO,)},
+            heads=config.num_attention_heads,
+            inputs={"blocks.0": {"hidden_states": VIDEO}},
+            factors={"rope": PositionFactors(dim=1)},
+        )
 
     def expert_at(self, sigma: float) -> str:
         """`transformer` from the boundary on, `transformer_2` below it."""

@@ -48,6 +48,7 @@ class ZImageDenoiser(TransformerDenoiser):
 
     targets = tuple(f"attention.{name}" for name in ATTENTION)
     blocks = ("noise_refiner", "context_refiner", "layers")
+    branches_as_batch = True
 
     def velocity(
         self, latents: Latents, step: Step, conditioning: Conditioning, guidance: Guidance
