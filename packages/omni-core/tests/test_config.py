@@ -123,7 +123,7 @@ def test_case_33_a_key_is_not_added_with_a_plus() -> None:
         ({"steps": 1, "trainer": {"run_dir": 7}}, "trainer.run_dir: expected a text, got 7"),
         (
             {"steps": 1, "trainer": {"save_freq": 0}},
-            "trainer.save_freq: 'save_freq' must be > 0: 0",
+            "trainer.save_freq: must be > 0, not 0",
         ),
         (
             {"steps": 1, "trainer": {"resume_mode": ["auto"]}},

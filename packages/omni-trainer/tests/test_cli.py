@@ -1,5 +1,6 @@
 """The `omni` command: light until a command needs more, and clear about what went wrong."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from omni_core import plugins as core
 from omni_trainer import cli
+from omni_trainer.commands.terminal import print_table
 
 HEAVY = ("torch", "ray", "datasets", "matplotlib", "rich", "yaml", "cattrs")
 
@@ -253,3 +255,38 @@ def test_what_is_piped_has_no_colour_and_one_line_a_row(stranger, capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert all(line.startswith(("group ", "omni.")) for line in out.splitlines())
+
+
+def test_a_narrow_terminal_gets_a_block_for_each_row_and_loses_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    print_table(["key", "from", "value", "meaning"], [["a" * 30, "recipe", "b" * 50, ""], ["c"]])
+
+    assert re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines() == [
+        "a" * 30,
+        "  from   recipe",
+        "  value  " + "b" * 31,
+        "         " + "b" * 19,
+        "c",
+    ]
+
+    monkeypatch.setenv("COLUMNS", "120")
+    print_table(["key", "from", "value"], [["a" * 30, "recipe", "b" * 50]])
+    said = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert [line.split() for line in said.splitlines()] == [
+        ["key", "from", "value"],
+        ["a" * 30, "recipe", "b" * 50],
+    ]
+
+
+def test_a_command_without_overrides_does_not_speak_of_them(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["models", "more"])
+    assert "override" not in capsys.readouterr().err
+
+
+def test_what_a_command_needs_is_named_alone(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert "are required: RECIPE|FILE\n" in capsys.readouterr().err

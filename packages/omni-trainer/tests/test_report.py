@@ -14,7 +14,7 @@ from omni_trainer.evaluation import Evaluation, PromptScores, save_evaluation
 from omni_trainer.reporting.charts import Line, chart
 from omni_trainer.reporting.intervals import Interval
 from omni_trainer.reporting.report import prose, render
-from omni_trainer.reporting.report_parts import before_after, data_uri
+from omni_trainer.reporting.report_parts import EDITED, before_after, data_uri, settings
 from omni_trainer.run_record import RunRecord
 
 HOSTILE = '<script>alert("a sign")</script> & "more"'
@@ -100,6 +100,28 @@ def test_a_run_of_which_only_the_config_is_there_has_a_report(train, tmp_path):
     (tmp_path / "bare/config.yaml").write_bytes((run_dir / "config.yaml").read_bytes())
 
     assert "not trained" in Page(render(RunRecord(tmp_path / "bare"))).texts
+
+
+def test_a_value_that_was_edited_in_the_run_is_a_change(train, tmp_path):
+    run_dir = train("trainer.steps=1", "optimizer.lr=0.02").run_dir
+    unchanged = {one.path for one in settings(RunRecord(run_dir)) if one.source == EDITED}
+    assert unchanged == set()
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.02", "lr: 0.03"))
+
+    (edited,) = (one for one in settings(RunRecord(run_dir)) if one.source == EDITED)
+
+    assert (edited.path, edited.value, edited.was) == ("optimizer.lr", "0.03", "0.02")
+    assert edited.changed
+    assert "edited in config.yaml" in Page(render(RunRecord(run_dir))).texts
+
+
+def test_without_an_evaluation_before_the_first_step_nothing_is_called_before(train):
+    steps = ("trainer.steps=2", "evaluation.every=1", "evaluation.initial=false")
+    text = " ".join(Page(render(RunRecord(train(*steps).run_dir))).texts)
+
+    assert "held-out reward after 1 step" in text
+    assert "held-out reward before" not in text
 
 
 def test_a_directory_without_a_run_is_a_sentence(tmp_path, capsys):

@@ -232,6 +232,32 @@ def test_a_server_that_is_away_ends_no_run_and_gets_its_steps_later(
     tracker.close()
 
 
+def test_steps_that_waited_when_the_process_ended_are_sent_by_a_resume(
+    fake_mlflow, tmp_path, monkeypatch
+):
+    jsonl, tracker = build("jsonl"), build("mlflow", uri="http://localhost:1")
+    for one in (jsonl, tracker):
+        one.open(tmp_path, {}, offset=None)
+
+    def away(*args, **kwargs):
+        raise OutOfReachError("no route")
+
+    with monkeypatch.context() as patch:
+        for step in (1, 2, 3):
+            for one in (jsonl, tracker):
+                one.log(step, {"reward/mean": step / 10})
+            if step == 1:
+                patch.setattr(tracker._client, "log_batch", away, raising=False)
+    jsonl.close()
+    fake_mlflow.clear()  # the process is killed: nothing is closed
+
+    again = build("mlflow", uri="http://localhost:1")
+    again.open(tmp_path, {}, offset=4)
+    sent = [call[2]["metrics"][0] for call in fake_mlflow if call[0] == "log_batch"]
+    assert sent == [("reward/mean", 0.2, 2), ("reward/mean", 0.3, 3)]
+    assert again.position() == 4
+
+
 def test_mlflow_without_a_server_is_a_sentence(fake_mlflow, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(PluginError, match="needs a server: set MLFLOW_TRACKING_URI"):

@@ -206,6 +206,9 @@ def _field(cls: Any, field: Any, raw: Any) -> Any:
     return value
 
 
+_OF_ATTRS = re.compile(r"^'\w+' must be ([<>]=? \S+): (.*)$", re.DOTALL)
+
+
 @contextmanager
 def _collect(mistakes: list[str], path: str) -> Iterator[None]:
     """Turn what is raised inside into lines that start with *path*."""
@@ -220,7 +223,10 @@ def _collect(mistakes: list[str], path: str) -> Iterator[None]:
             with _collect(mistakes, f"{path}[{place.index}]"):
                 raise inner from None
     except (ValueError, TypeError, plugins.PluginNotFoundError, plugins.PluginError) as exc:
-        mistakes.append(f"{path}: {exc.args[0] if exc.args else type(exc).__name__}")
+        said = str(exc.args[0]) if exc.args else type(exc).__name__
+        # A validator of attrs names the field alone, whose path stands before it.
+        said = _OF_ATTRS.sub(r"must be \1, not \2", said)
+        mistakes.append(f"{path}: {said}")
 
 
 def _is_choice(cls: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from omni_core.choices import StepKind
 from omni_core.options import DiffusionSamplingConfig, WeightTransport
+from omni_core.resident import session_bytes
 from omni_core.resources import resolve
 from omni_core.rollout import (
     BaseRollout,
@@ -421,13 +422,15 @@ class VllmOmniRollout(BaseRollout):
         return self._pool.counts
 
     def metrics(self) -> dict[str, float]:
-        """Say how fast the engines sampled, what waited, how many were lost, and what pushes took.
+        """Say how fast the engines sampled, what waited, how many were lost, what pushes took, what they hold.
 
         A push waits for running batches (`pause`), sends the weights (`send`), binds and probes them
         (`verify`).
         """
         with self._pool.lock:
-            return self._counts.take(engines=self.options.replicas)
+            found = self._counts.take(engines=self.options.replicas)
+        held = [session_bytes(link.pid) for link in self._pool.links if link.pid is not None]
+        return found | ({"engine_rss": max(held) / 2**30} if held else {})
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ def _with_source(
 ) -> argparse.ArgumentParser:
     said = f"a recipe's name (omni recipes) or a YAML file{more}"
     parser.add_argument("source", metavar="RECIPE|FILE", help=said)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help=_OVERRIDES)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=_OVERRIDES)
     parser.set_defaults(command=command)
     return parser
 
@@ -263,7 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     if rest:
         # `--lr=1` and `+key=1` are overrides in other tools: say what they are here.
-        parser.error(f"unrecognized arguments: {' '.join(rest)}; an override is written key=value")
+        takes = "overrides" in args
+        hint = "; an override is written key=value" if takes else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     command: Command = args.command
     try:
         from omni_core.log import configure

@@ -19,8 +19,9 @@ Ref = Any
 """Where a large object is: the object itself in one process, a reference on Ray."""
 
 
-SETTING_UP = "init_model"
+STARTING, SETTING_UP = "start", "init_model"
 _REFUSALS = ("ValueError: ", "FileNotFoundError: ", "OSError: ")
+_NO_DEVICE = "DeviceError: "
 
 
 class WorkerError(RuntimeError):
@@ -31,7 +32,8 @@ class WorkerError(RuntimeError):
         rank: Of the worker.
         died: Its process is gone, in contrast to an exception of its code.
         mistake: The first line alone, where that says all: the model or the config does not fit, by
-            which an engine and its rollout refuse to be made (`BaseEngine.initialize`). Else None.
+            which an engine and its rollout refuse to be made (`BaseEngine.initialize`), or the device is
+            not there. Else None.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class WorkerError(RuntimeError):
         self.rank = rank
         self.died = died
         refused = error.startswith(_REFUSALS) and error.endswith(f"(in {SETTING_UP})")
+        refused = refused or (error.startswith(_NO_DEVICE) and error.endswith(f"(in {STARTING})"))
         self.mistake = f"{role} rank {rank}: {error}" if refused else None
 
 
@@ -139,7 +142,7 @@ class LocalGroup(WorkerGroup):
 
     def start(self) -> None:
         """Make the worker."""
-        self._worker = self._run("start", self._factory)
+        self._worker = self._run(STARTING, self._factory)
 
     def _run(self, what: str, call: Callable[[], Any]) -> Any:
         try:

@@ -17,6 +17,7 @@ import structlog
 
 from omni_core.losses import algorithm
 from omni_core.metrics import mean_by_name, merge
+from omni_core.resident import resident_bytes
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.canary import check_echo, judge
 from omni_trainer.checkpoints import Checkpoint, Checkpoints
@@ -33,7 +34,6 @@ from omni_trainer.scores import ScoredStep, score_step
 from omni_trainer.stopping import NotSavedError, StopAskedError, StopRequest, told_by
 from omni_trainer.update_plan import plan_updates
 from omni_trainer.workers.actor_rollout_ref import UpdateResult
-from omni_trainer.workers.process import resident_bytes
 
 GIB = 2**30
 

@@ -81,15 +81,14 @@ class Observer:
         said = "  ".join(
             f"{name.removeprefix('heldout/')} {value:.3g}" for name, value in numbers.items()
         )
-        self.progress.note(f"held-out after {found.step} steps: {said}")
+        self.progress.note(f"held-out after {steps_said(found.step)}: {said}")
         if shown is not None:
             titles = [f"{p.mean:.2f}  {p.prompt}" for p in found.prompts[: len(shown.pictures)]]
             self._grid(found.step, f"heldout-step-{found.step:06d}", shown, titles)
 
     def stopped(self, step: int, checkpoint: Path) -> None:
         """Say where a run was saved that a signal stops, before its workers are closed."""
-        steps = f"{step} step{'s' * (step != 1)}"
-        self.progress.note(f"saved after {steps}: {checkpoint}")
+        self.progress.note(f"saved after {steps_said(step)}: {checkpoint}")
         self.progress.note(f"go on with: omni resume {self.run.path}")
 
     def _grid(self, step: int, name: str, shown: Shown, titles: Sequence[str]) -> None:
@@ -110,6 +109,11 @@ class Observer:
         trackers, self.trackers = self.trackers, {}
         for tracker in trackers.values():
             tracker.close(failed=failed)
+
+
+def steps_said(count: int) -> str:
+    """Say a number of steps."""
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def make_trackers(config: RunConfig) -> dict[str, Tracker]:

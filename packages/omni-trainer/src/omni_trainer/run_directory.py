@@ -2,6 +2,7 @@
 
 config.yaml         resolved: `omni train config.yaml` runs the same again
 provenance.json     where each value came from
+started.json        the values that the run was started with: config.yaml may be edited later
 environment.json    versions, platform, devices
 ranks.json          what each rank runs on
 status.json         how it ended
@@ -35,6 +36,7 @@ from omni_trainer.checkpoints import Checkpoints
 from omni_trainer.config import LoadedRun, RunConfig, load_run
 
 CONFIG = "config.yaml"
+STARTED = "started.json"
 LOCK = ".lock"
 RANKS = "ranks.json"
 """Written when all ranks have their model."""
@@ -71,6 +73,8 @@ class RunDirectory:
         run = cls(path).free()
         path.mkdir(parents=True, exist_ok=True)
         write_json(path / "environment.json", environment())
+        started = core.leaves(core.unstructure(with_absolute_paths(config)))
+        write_json(path / STARTED, dict(started))
         run.write_config(config, resolved)
         return run
 

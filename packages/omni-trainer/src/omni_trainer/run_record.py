@@ -18,7 +18,7 @@ import yaml
 from omni_trainer.evaluation import Evaluation, Pictures, load_evaluation
 from omni_trainer.reporting.changes import Change, change_of
 from omni_trainer.reporting.jsonl import read_metrics
-from omni_trainer.run_directory import CONFIG, RANKS, RunDirectory
+from omni_trainer.run_directory import CONFIG, RANKS, STARTED, RunDirectory
 from omni_trainer.run_status import RunState, RunStatus, read_status
 
 Series = list[tuple[int, float]]
@@ -55,6 +55,11 @@ class RunRecord:
     def sources(self) -> Mapping[str, str]:
         """Dotted path -> the layer that its value came from."""
         return self._json("provenance.json")
+
+    @cached_property
+    def started_with(self) -> Mapping[str, Any]:
+        """Dotted path -> the value that the run was started with; empty of a run that kept none."""
+        return self._json(STARTED)
 
     @cached_property
     def environment(self) -> Mapping[str, Any]:

@@ -99,6 +99,8 @@ _LINES = (
     Metric("rollout/push_pause_seconds", "s", "of the pushes, waiting for running batches", "0 where nothing is sampled during an update", _ENGINES),
     Metric("rollout/push_send_seconds", "s", "of the pushes, handing the weights to the engines", "", _ENGINES),
     Metric("rollout/push_verify_seconds", "s", "of the pushes, binding the weights, and the probe", "", _ENGINES),
+    Metric("rollout/engine_rss", "GiB", "resident memory of the largest of one rank's (or one server's) engines, with its workers", "steady", _ENGINES),
+    Metric("rollout/server_rss", "GiB", "resident memory of a server's own process", "steady", "with rollout.servers"),
     Metric("rollout/*", "as the rollout says", "mean over ranks (or servers) of a number that the rollout gives"),
     Metric("data/epoch", "epochs", "epoch of the step's first prompt, counted from 0"),
     Metric("heldout/reward_mean", "reward", "mean over held-out prompts of the mean reward of their samples", "rises; this is what a run is judged by", _HELDOUT),

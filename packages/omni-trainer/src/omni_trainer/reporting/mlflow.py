@@ -1,6 +1,7 @@
 """An MLflow tracking server, by the extra `omni-trainer[mlflow]`: metrics, parameters and picture grids.
 
-A server that does not answer for a while ends no run: its steps wait and are sent with a later one.
+A server that does not answer for a while ends no run: its steps wait and are sent with a later one. What
+waited when a process ended is in metrics.jsonl, from which a resume sends it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import structlog
 from omni_core.config import leaves
 from omni_core.plugins import PluginError
 from omni_core.tracking import Tracker
+from omni_trainer.reporting.jsonl import read_metrics
 from omni_trainer.reporting.options import MLflowOptions
 from omni_trainer.reporting.remote_run import RemoteRun
 
@@ -67,6 +69,9 @@ class MLflowTracker(Tracker):
         if before is not None:
             self._sent = before
             self._client.update_run(before.run_id, status="RUNNING")
+            for step, metrics in read_metrics(directory):
+                self._queue(step, metrics)
+            self._send()
             return
         name = self.options.run_name or directory.name
         run = self._client.create_run(self._experiment(), run_name=name)
@@ -85,12 +90,15 @@ class MLflowTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step, unless it was sent before a resume."""
+        self._queue(step, metrics)
+        self._send()
+
+    def _queue(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self._record.knows(step):
             now = int(time.time() * 1000)
             self._waiting.append(
                 (step, [self._entities.Metric(name, v, now, step) for name, v in metrics.items()])
             )
-            self._send()
 
     def _send(self) -> None:
         """Send what waits, in order; what the server does not take now goes on waiting."""

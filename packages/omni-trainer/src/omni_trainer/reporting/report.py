@@ -64,6 +64,9 @@ def _context(record: RunRecord) -> dict[str, Any]:
         "facts": list(parts.facts(record)),
         "gain": record.gain,
         "heldout": record.evaluations[-1] if record.evaluations else None,
+        "compared": [
+            parts.when(each.step) for each in record.evaluations[:1] + record.evaluations[-1:]
+        ],
         "findings": diagnose(record),
         "reward": parts.reward_chart(record),
         "smoothed": len(record.series("reward/mean")) >= SMOOTH,

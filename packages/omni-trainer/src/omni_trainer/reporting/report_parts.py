@@ -30,6 +30,7 @@ SMALL = 128
 FIRST = ("heldout", "reward", "advantage", "actor", "canary")
 """Groups in the order in which people look at them; others follow."""
 COMMAND_LINE = "command line"
+EDITED = "edited in config.yaml"
 _RECIPE = "recipe "
 
 # -- curves -----------------------------------------------------------------------------------------
@@ -122,7 +123,12 @@ def before_after(record: RunRecord) -> list[Shown]:
 
 
 def _caption(evaluation: Evaluation) -> str:
-    return f"after {evaluation.step} steps" if evaluation.step else "before"
+    return when(evaluation.step)
+
+
+def when(step: int) -> str:
+    """Say when an evaluation was made."""
+    return f"after {step} step{'s' * (step != 1)}" if step else "before"
 
 
 def data_uri(image: NDArray[np.uint8]) -> str:
@@ -221,12 +227,13 @@ class Setting:
     value: str
     source: str
     was: str | None = None
-    """What the recipe says of a value that the command line set; None where that is not known."""
+    """What the recipe says of a value that the command line set, or what the run was started with of one
+    that was edited later; None where that is not known."""
 
     @property
     def changed(self) -> bool:
-        """Whether the command line made it another value than the recipe's."""
-        return self.source == COMMAND_LINE and self.was != self.value
+        """Whether the command line made it another value than the recipe's, or an edit than the run's."""
+        return self.source in (COMMAND_LINE, EDITED) and self.was != self.value
 
 
 def base_of(record: RunRecord) -> str:
@@ -243,6 +250,8 @@ def settings(record: RunRecord) -> list[Setting]:
     for path, value in core.leaves(record.config):
         source = record.sources.get(path, "config.yaml")
         was = str(known[path]) if source == COMMAND_LINE and path in known else None
+        if record.started_with.get(path, value) != value:
+            source, was = EDITED, str(record.started_with[path])
         found.append(Setting(path=path, value=str(value), source=source, was=was))
     return found
 

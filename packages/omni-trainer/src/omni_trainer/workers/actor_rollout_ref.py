@@ -29,6 +29,7 @@ from omni_core.options import (
 from omni_core.plugins import ROLLOUTS, registry
 from omni_core.prompt_length import PromptLength
 from omni_core.request_check import image_mistake
+from omni_core.resident import resident_bytes
 from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Media, RolloutRequest, Trajectory, TrajectoryInfo
@@ -357,7 +358,7 @@ class ActorRolloutRefWorker:
             skipped=skipped,
             weight_version=self.training.weight_version,
             compile_seconds=self.training.engine.compile_seconds,
-            resident=process.resident_bytes(),
+            resident=resident_bytes(),
         )
 
     def update_weights(self, adapter: str | None = None) -> int:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -106,15 +104,6 @@ def join(place: Place, device: torch.device, store: Any = None) -> bool:
         )
     log.debug("process_group.joined", world_size=place.world_size, backend=dist.get_backend())
     return True
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
-    try:
-        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    except OSError:
-        return 0
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def leave() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import attrs
 
 from omni_core.options import RewardConfig
+from omni_core.resident import resident_bytes
 from omni_core.reward import RewardInput, RewardResult
 from omni_core.seeds import derive_seed
 from omni_core.trajectory import Trajectory
 from omni_trainer.rewards.build import build_reward
 from omni_trainer.rewards.scoring import ScoreCounts, Scorer
-from omni_trainer.workers.process import resident_bytes
 
 
 class RewardWorker:

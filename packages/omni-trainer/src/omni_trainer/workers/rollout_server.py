@@ -9,6 +9,7 @@ import attrs
 
 from omni_core.options import DiffusionModelConfig, DiffusionRolloutConfig
 from omni_core.plugins import ROLLOUTS, registry
+from omni_core.resident import resident_bytes
 from omni_core.rollout import BaseRollout, PolicyCard, RolloutHandle, UpdateReport
 from omni_core.trajectory import Trajectory
 from omni_core.weight_buckets import AnyBucket
@@ -19,6 +20,8 @@ from omni_trainer.workers.weight_transport import PushHeader, WeightInbox
 ROLE = "rollout"
 INTERVAL = 0.005
 """Seconds between two looks at a rollout that has nothing yet."""
+RSS = "server_rss"
+"""GiB that the process holds, beside the numbers of its rollout."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,8 +51,9 @@ class RolloutServer:
         self._inbox = WeightInbox(rollout, bucket_mib=bucket_mib)
 
     def answer(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer one call of a `ServerAdapter`."""
-        return serve(self.rollout, method, *args, **kwargs)
+        """Answer one call of a `ServerAdapter`; to what the rollout measured, add what this process holds."""
+        found = serve(self.rollout, method, *args, **kwargs)
+        return {**found, RSS: resident_bytes() / 2**30} if method == "metrics" else found
 
     async def collect(self, handle: RolloutHandle) -> list[Trajectory]:
         """Wait for everything of a handle, in the order in which it was finished.
