@@ -87,6 +87,24 @@ def test_it_is_given_pillow_images_prompts_and_the_rows_other_columns(tmp_path):
     assert metadata[1]["input_image"].getpixel((0, 0)) == (5, 5, 5)
 
 
+def test_a_video_is_given_as_its_frames_with_its_sound(tmp_path):
+    reward = made(
+        tmp_path,
+        "def score(images, prompts, metadata):\n"
+        "    return [f[1].getpixel((0, 0))[0] + len(f) + m['frame_rate'] + m['audio'].max()\n"
+        "            + m['audio_rate'] for f, m in zip(images, metadata)]\n",
+    )
+    reward.setup()
+    video = torch.zeros(2, 3, 4, 4, 3, dtype=torch.uint8)
+    video[1, 1] = 7
+    audio = torch.tensor([0.25, 0.5])[:, None, None].expand(2, 1, 5)
+    media = Media(video=video, frame_rate=24.0, audio=audio, audio_rate=100)
+    inputs = [RewardInput(prompt="p")] * 2
+    assert [r.value for r in reward.score(media, inputs)] == [127.25, 134.5]
+    with pytest.raises(ValueError, match="got 2 videos for 1 inputs"):
+        reward.score(media, inputs[:1])
+
+
 def test_a_target_rule_applies_to_its_prompts(tmp_path):
     assert made(tmp_path, BRIGHT).target('a sign "Hi"') is None
     ruled = made(tmp_path, BRIGHT, target_rule="quoted")

@@ -11,6 +11,9 @@ from omni_core.input_image import InputImage
 from omni_core.reward import RewardInput
 from omni_core.trajectory import Media
 
+Shown = Image.Image | list[Image.Image]
+"""A picture, or the frames of a video."""
+
 
 def images_of(media: Media, inputs: Sequence[RewardInput], reward: str) -> Tensor:
     """Return `media.image`: uint8 [B, H, W, 3], RGB.
@@ -30,6 +33,20 @@ def images_of(media: Media, inputs: Sequence[RewardInput], reward: str) -> Tenso
         msg = f"reward {reward!r} got {len(media.image)} images for {len(inputs)} inputs"
         raise ValueError(msg)
     return media.image
+
+
+def shown_of(media: Media, inputs: Sequence[RewardInput], reward: str) -> list[Shown]:
+    """Return what is seen of each sample: a picture, or a video's frames.
+
+    Raises:
+        ValueError: as `images_of`, of videos alike.
+    """
+    if media.image is not None or media.video is None:
+        return list(pillow_images(images_of(media, inputs, reward)))
+    if len(media.video) != len(inputs):
+        msg = f"reward {reward!r} got {len(media.video)} videos for {len(inputs)} inputs"
+        raise ValueError(msg)
+    return [pillow_images(frames) for frames in media.video]
 
 
 def input_images(inputs: Sequence[RewardInput]) -> list[Image.Image | None]:

@@ -1,9 +1,10 @@
 """A reward that is a function in a file: `score(images, prompts, metadata)` -> one number an image.
 
-- images: B `PIL.Image.Image` of mode RGB;
+- images: B `PIL.Image.Image` of mode RGB; of videos, B lists of them, the frames;
 - prompts: B texts;
 - metadata: B dicts, the other columns of each prompt's row, its `target` where it has one, and
-  `input_image`, a `PIL.Image.Image`, where it edits one.
+  `input_image`, a `PIL.Image.Image`, where it edits one; with videos their `frame_rate`, and with sound
+  `audio`, a float32 array [channels, samples] in -1 to 1, and its `audio_rate`.
 
 It returns B numbers in the order of the images. `None` or a number that is not finite in place of one
 says that this picture has no score, which is a failure (`reward.on_error`), never a zero. A wrong count
@@ -28,10 +29,10 @@ from omni_core import plugins, resources
 from omni_core.reward import RewardFunction, RewardInput, RewardResult
 from omni_core.trajectory import Media
 from omni_trainer.rewards.options import PythonRewardConfig
-from omni_trainer.rewards.pictures import images_of, input_images, pillow_images
+from omni_trainer.rewards.pictures import Shown, input_images, shown_of
 from omni_trainer.targets import RULES
 
-Function = Callable[[list[Image.Image], list[str], list[dict[str, Any]]], Iterable[Any]]
+Function = Callable[[list[Shown], list[str], list[dict[str, Any]]], Iterable[Any]]
 PARAMETERS = "(images, prompts, metadata)"
 
 
@@ -87,17 +88,20 @@ class PythonReward(RewardFunction):
         """Call the function with all of the batch.
 
         Raises:
-            ValueError: there are no images, or not one for each input.
+            ValueError: there are no images and no videos, or not one for each input.
             TypeError: it returned something else than numbers; names file and function.
             RuntimeError: `setup` was not called.
         """
         if self._function is None:
             msg = f"PythonReward.setup was not called ({self.name})"
             raise RuntimeError(msg)
-        pictures = pillow_images(images_of(media, inputs, self.name))
+        pictures = shown_of(media, inputs, self.name)
         prompts = [row.prompt for row in inputs]
         edited = input_images(inputs)
-        metadata = [_metadata(row, image) for row, image in zip(inputs, edited, strict=True)]
+        metadata = [
+            {**_metadata(row, image), **_heard(media, place)}
+            for place, (row, image) in enumerate(zip(inputs, edited, strict=True))
+        ]
         returned: Any = self._function(pictures, prompts, metadata)
         return [self._result(value) for value in self._values(returned)]
 
@@ -124,6 +128,15 @@ class PythonReward(RewardFunction):
 def _metadata(row: RewardInput, image: Image.Image | None) -> dict[str, Any]:
     known = {"target": row.target, "input_image": image}
     return {**row.metadata, **{name: each for name, each in known.items() if each is not None}}
+
+
+def _heard(media: Media, row: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if media.video is not None:
+        found["frame_rate"] = media.frame_rate
+    if media.audio is not None:
+        found |= {"audio": media.audio[row].cpu().numpy(), "audio_rate": media.audio_rate}
+    return found
 
 
 def _check_defines(path: Path, function: str) -> None:
