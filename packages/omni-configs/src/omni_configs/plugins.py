@@ -28,6 +28,15 @@ flux_pickscore_flow_grpo = _recipe(
     "flux_pickscore_flow_grpo", "Flow-GRPO's published PickScore settings for FLUX.1-dev"
 )
 
+qwen_image_edit_pickscore_flow_grpo = _recipe(
+    "qwen_image_edit_pickscore_flow_grpo",
+    "VeRL-Omni's PickScore settings for Qwen-Image-Edit-2511, on Qwen-Image-Edit",
+)
+wan22_dance_grpo = _recipe("wan22_dance_grpo", "DanceGRPO on both experts of Wan2.2 text-to-video")
+ltx2_flow_grpo = _recipe(
+    "ltx2_flow_grpo", "VeRL-Omni's published settings for LTX-2.3, on LTX-2's video with sound"
+)
+
 
 def _by_algorithm(name: str, summary: str) -> Plugin:
     target = f"omni_configs.recipes.by_algorithm:{name}"

@@ -129,5 +129,58 @@ def qwen_image_ocr_flow_grpo(options: NoOptions) -> Recipe:
     )
 
 
+def qwen_image_edit_pickscore_flow_grpo(options: NoOptions) -> Recipe:
+    """VeRL-Omni's experiment on human preference, on Qwen-Image-Edit."""
+    del options
+    return Recipe(
+        yaml=_yaml("qwen_image_edit_pickscore_flow_grpo"),
+        summary="Qwen-Image-Edit learns what people prefer by PickScore (settings of its successor)",
+        standing=Standing.NOT_RUN,
+        hardware="as published: 8 GPUs",
+        global_batch="32 prompts x 16",
+        source=(
+            "The FlowGRPO example of VeRL-Omni for Qwen-Image-Edit-2511: 512 px, 12 steps, eta 0.7, 3 stochastic "
+            "steps within the first 6, advantages within groups. Differences: the first Qwen-Image-Edit, whose "
+            "pipeline is built here; input images are brought to 512 x 512 pixels and not put on a white square; "
+            "the engine samples, not vLLM-Omni; the negative prompt is ours."
+        ),
+    )
+
+
+def wan22_dance_grpo(options: NoOptions) -> Recipe:
+    """DanceGRPO on both experts of Wan2.2, with a reward of one's own."""
+    del options
+    return Recipe(
+        yaml=_yaml("wan22_dance_grpo"),
+        summary="Wan2.2 text-to-video, both experts, by a reward of your own on frames",
+        standing=Standing.NOT_RUN,
+        hardware="not run here",
+        global_batch="64 prompts x 8",
+        source=(
+            "Not published for this model. Of VeRL-Omni's DanceGRPO example for Wan2.2-TI2V-5B: batch, 10 steps, eta 1.2, "
+            "2 stochastic steps, 4 updates, learning rate 1e-5. Ours: LoRA (all weights there), the guidance scales, size "
+            "and number of frames, clip 1e-3, 40 steps in evaluation, the reward (HPSv3 there), and stochastic steps "
+            "anywhere (the first 5 there), so that both experts are trained."
+        ),
+    )
+
+
+def ltx2_flow_grpo(options: NoOptions) -> Recipe:
+    """VeRL-Omni's experiment on video with sound, on LTX-2, with a reward of one's own."""
+    del options
+    return Recipe(
+        yaml=_yaml("ltx2_flow_grpo"),
+        summary="LTX-2 video with sound, by a reward of your own (published settings)",
+        standing=Standing.NOT_RUN,
+        hardware="as published: 8 GPUs",
+        global_batch="32 prompts x 8",
+        source=(
+            "The FlowGRPO example of VeRL-Omni for LTX-2.3: 256 x 384, 81 frames, 24 steps, cps with eta 0.8, 3 stochastic "
+            "steps of the first 10. Differences: LTX-2; the reward is a file of yours (CLAP and ImageBind there); the "
+            "3 steps follow each other, there they are drawn one by one; the engine samples, not vLLM-Omni."
+        ),
+    )
+
+
 def _yaml(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
