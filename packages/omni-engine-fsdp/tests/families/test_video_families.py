@@ -6,6 +6,7 @@ sigmas. Of LTX2Pipeline's guidance, what the family leaves out is switched off. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +22,8 @@ from family_under_test import (
     counts_of_stock,
     log_probs_beside_and_alone,
 )
+from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from torch import Tensor
 
 from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
@@ -374,6 +377,17 @@ def test_case_32_case_7_both_scales_are_echoed_replay_is_exact_and_every_expert_
     assert moved == set(engine.denoiser.experts)
 
 
+def test_case_32_no_guidance_is_reported_as_such(
+    video: Loaded, engine: PPODiffusersFSDPEngine
+) -> None:
+    """CASES 32: 1.0 asked, 1.0 used, one branch."""
+    spec = attrs.evolve(spec_of(video), guidance_scale=1.0, guidance_scale_2=None)
+    rollout = EngineRollout(EngineRolloutConfig(batch_size=2), engine=engine)
+    (trajectory,) = rollout.generate(requests_for(spec, ["a sign"]), decode=False)
+    assert trajectory.effective == spec
+    assert engine.denoiser.branches(Guidance.of(trajectory.effective)) == 1
+
+
 def test_case_9_log_probs_do_not_depend_on_the_text_of_other_rows(
     video: Loaded, engine: PPODiffusersFSDPEngine
 ) -> None:
@@ -389,7 +403,7 @@ def test_case_9_log_probs_do_not_depend_on_the_text_of_other_rows(
 def test_case_22_case_25_the_exported_lora_loads_in_the_stock_pipeline(
     video: Loaded, engine: PPODiffusersFSDPEngine, tmp_path: Path
 ) -> None:
-    """CASES 22 and 25, both experts: scale 4.0, and the trainer's own velocity."""
+    """CASES 22 and 25, both experts: every name is bound, scale 4.0, and the trainer's own velocity."""
     engine.export_adapter(tmp_path)
     pipeline = video.stock()
     pipeline.load_lora_weights(tmp_path)
@@ -408,6 +422,8 @@ def test_case_22_case_25_the_exported_lora_loads_in_the_stock_pipeline(
             for scale in getattr(module, "scaling", {}).values()
         }
         assert scales == {4.0}
+        folder = tmp_path / ("" if name == "transformer" else name)
+        assert written_names(folder, name) == bound_names(loaded)
         base = video.denoiser.velocity(latents, step, conditioning, NO_GUIDANCE)
         theirs = _with_transformer(video.denoiser, name, loaded).velocity(
             latents, step, conditioning, NO_GUIDANCE
@@ -415,6 +431,24 @@ def test_case_22_case_25_the_exported_lora_loads_in_the_stock_pipeline(
         for modality, value in found.items():
             torch.testing.assert_close(theirs[modality], value, rtol=0.0, atol=1e-5)
             assert (base[modality] - value).abs().max() > 1e-5
+
+
+def written_names(folder: Path, expert: str) -> set[str]:
+    """Of an exported file, as the expert's module names them."""
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, framework="pt") as opened:
+        names: list[str] = opened.keys()
+        return {re.sub(rf"^({expert}|transformer)\.", "", name) for name in names}
+
+
+def bound_names(module: torch.nn.Module) -> set[str]:
+    """Factors of the adapter that a stock module holds."""
+    return {
+        f"{name}.lora_{side}.weight"
+        for name, layer in module.named_modules()
+        if isinstance(layer, LoraLayer)
+        for side in "AB"
+    }
 
 
 def _with_transformer(denoiser: Any, name: str, module: Any) -> Any:
