@@ -16,8 +16,10 @@ from typing import Any
 import attrs
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from omni_core.config import converter
+from omni_core.input_image import InputImage
 from omni_core.options import OnRewardError
 from omni_core.reward import RewardResult
 from omni_core.trajectory import SamplingSpec
@@ -48,6 +50,8 @@ class Shown:
     """[N, H, W, 3]: of a video its middle frame."""
     clips: tuple[Clip, ...] = ()
     """Of the first samples, where they are videos."""
+    edited: Pictures | None = None
+    """[N, H, W, 3]: what each is an edit of, in its size."""
 
     @classmethod
     def concat(cls, parts: Sequence[Shown]) -> Shown:
@@ -55,6 +59,9 @@ class Shown:
         return cls(
             pictures=np.concatenate([part.pictures for part in parts]),
             clips=tuple(clip for part in parts for clip in part.clips)[:PLAYED],
+            edited=None
+            if any(part.edited is None for part in parts)
+            else np.concatenate([part.edited for part in parts if part.edited is not None]),
         )
 
 
@@ -204,7 +211,22 @@ def pick_shown(group: WorkerGroup, samples: Samples, places: Sequence[tuple[int,
     clips = ()
     if samples.sources[places[0][0]].info.effective.num_frames > 1:
         clips = tuple(group.call(0, "pick_clips", rows[:PLAYED], refs=refs[:PLAYED]))
-    return Shown(pictures=picked.numpy(), clips=clips)
+    pictures = picked.numpy()
+    images = {request.group_id: request.image for request in samples.plan.requests}
+    groups = [samples.sources[source].info.records[row].group_id for source, row in places]
+    edited = [image for group_id in groups if (image := images[group_id]) is not None]
+    return Shown(
+        pictures=pictures,
+        clips=clips,
+        edited=_sized(edited, pictures.shape[1:3]) if len(edited) == len(pictures) else None,
+    )
+
+
+def _sized(images: Sequence[InputImage], sides: tuple[int, ...]) -> Pictures:
+    """Decode images at a height and width."""
+    height, width = sides
+    decoded = [Image.fromarray(image.pixels().numpy()) for image in images]
+    return np.stack([np.asarray(each.resize((width, height))) for each in decoded])
 
 
 def _scores(samples: Samples) -> list[PromptScores]:

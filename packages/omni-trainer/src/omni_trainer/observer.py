@@ -15,12 +15,17 @@ from omni_trainer.config import RunConfig
 from omni_trainer.evaluation import Evaluation, Shown, pick_shown, save_evaluation
 from omni_trainer.group import WorkerGroup
 from omni_trainer.reporting.clips import write_clips
-from omni_trainer.reporting.grid import write_contact_sheet, write_grid
+from omni_trainer.reporting.grid import (
+    write_before_after_grid,
+    write_contact_sheet,
+    write_grid,
+)
 from omni_trainer.reporting.progress import Progress
 from omni_trainer.run_directory import RunDirectory
 from omni_trainer.samples import Samples
 
 GRID_COLUMNS = 8
+EDITS = "each pair: what is edited (left) and an edit of it (right)"
 JSONL = "jsonl"
 
 log = structlog.get_logger()
@@ -98,6 +103,10 @@ class Observer:
         frames = [clip.frames for clip in shown.clips if clip.frames is not None]
         if frames:
             write_contact_sheet(path, frames, titles[: len(frames)])
+        elif shown.edited is not None:
+            write_before_after_grid(
+                path, shown.edited, shown.pictures, titles, heading=EDITS, columns=GRID_COLUMNS // 2
+            )
         else:
             write_grid(path, shown.pictures, columns=GRID_COLUMNS, titles=titles)
         write_clips(self.run.grids, name, shown.clips)

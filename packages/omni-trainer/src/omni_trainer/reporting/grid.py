@@ -82,6 +82,7 @@ def write_before_after_grid(
     *,
     columns: int = 4,
     scale: int | None = None,
+    heading: str = "each pair: before (left) and after (right), one seed",
 ) -> None:
     """Write pairs side by side, each with its prompt: the same prompt and seed before and after.
 
@@ -92,6 +93,7 @@ def write_before_after_grid(
         titles: One for each pair.
         columns: Pairs in a row.
         scale: As for `write_grid`.
+        heading: Written above all.
 
     Raises:
         ValueError: the shapes differ, or there is not one title for each pair.
@@ -104,7 +106,7 @@ def write_before_after_grid(
         [_enlarged(first, scale), _enlarged(second, scale)]
         for first, second in zip(before, after, strict=True)
     ]
-    _write(path, cells, columns, titles, "each pair: before (left) and after (right), one seed")
+    _write(path, cells, columns, titles, heading)
 
 
 def _check(images: Pictures, titles: Sequence[str] | None) -> None:
