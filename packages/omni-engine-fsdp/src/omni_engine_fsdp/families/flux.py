@@ -156,11 +156,10 @@ class FluxFamily(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.check_text_length(MAX_TEXT)
-        pipeline = self.load_text_pipeline(
-            FluxPipeline, dtype=dtype, image_encoder=None, feature_extractor=None
+        absent: dict[str, Any] = {"image_encoder": None, "feature_extractor": None}
+        conditioner = self.conditioner_of(
+            FluxConditioner, FluxPipeline, dtype, most=MAX_TEXT, **absent
         )
-        conditioner = FluxConditioner(pipeline, max_sequence_length=length)
         conditioner.takes_scale = self.transformer_config["guidance_embeds"]
         return conditioner
 

@@ -182,9 +182,9 @@ class Flux2Family(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.check_text_length(MAX_TEXT)
-        pipeline = self.load_text_pipeline(Flux2KleinPipeline, dtype=dtype)
-        conditioner = Flux2Conditioner(pipeline, max_sequence_length=length)
+        conditioner = self.conditioner_of(
+            Flux2Conditioner, Flux2KleinPipeline, dtype, most=MAX_TEXT
+        )
         conditioner.distilled = bool(self.folder.settings.get("is_distilled", False))
         return conditioner
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import diffusers
 import torch
@@ -15,7 +15,10 @@ from omni_core.prompt_length import PromptLength
 from omni_core.schedule import NUM_TRAIN_TIMESTEPS, FlowMatchSchedule
 from omni_engine_fsdp.families.folder import PipelineFolder, quiet_loading
 from omni_engine_fsdp.families.image_codec import autoencoder_scale
+from omni_engine_fsdp.families.text_encoders import StockConditioner
 from omni_engine_fsdp.families.transformer import TransformerDenoiser
+
+C = TypeVar("C", bound=StockConditioner)
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 
@@ -82,6 +85,25 @@ class FolderFamily(ModelFamily):
                 use_safetensors=True,
                 dtype=dtype,
             )
+
+    def conditioner_of(
+        self, kind: type[C], pipeline_class: Any, dtype: torch.dtype, *, most: int, **absent: Any
+    ) -> C:
+        """Read tokenizers and encoders, for a conditioner over the stock pipeline.
+
+        Args:
+            kind: Of the conditioner.
+            pipeline_class: Of diffusers.
+            dtype: Of the encoders.
+            most: Tokens that the pipeline takes.
+            absent: As for `load_text_pipeline`.
+
+        Raises:
+            ValueError: `model.pipeline.max_sequence_length` is more than that.
+        """
+        length = self.check_text_length(most)
+        pipeline = self.load_text_pipeline(pipeline_class, dtype=dtype, **absent)
+        return kind(pipeline, max_sequence_length=length)
 
     def count_tokens(
         self, tokenizer: str, prompts: Sequence[str], *, limit: int | None = None

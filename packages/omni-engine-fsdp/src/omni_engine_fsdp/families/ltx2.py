@@ -295,10 +295,9 @@ class LTX2Family(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.check_text_length(MAX_TEXT)
-        stock: Any = LTX2Pipeline
-        pipeline = self.load_text_pipeline(stock, dtype=dtype, audio_vae=None, vocoder=None)
-        return LTX2Conditioner(pipeline, max_sequence_length=length)
+        return self.conditioner_of(
+            LTX2Conditioner, LTX2Pipeline, dtype, most=MAX_TEXT, audio_vae=None, vocoder=None
+        )
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count with Gemma's tokenizer."""

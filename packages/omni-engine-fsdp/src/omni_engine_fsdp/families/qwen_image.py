@@ -47,6 +47,7 @@ from omni_engine_fsdp.families.transformer import (
 )
 from omni_engine_fsdp.families.video_codec import unscaled
 
+TEXT_ENCODER = "Qwen2_5_VLForConditionalGeneration"
 MAX_TEXT = 1024
 """Tokens that the stock pipeline takes at most."""
 
@@ -249,9 +250,8 @@ class QwenImageFamily(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.check_text_length(MAX_TEXT)
-        pipeline = self.text_pipeline(QwenImagePipeline, dtype)
-        return QwenImageConditioner(pipeline, max_sequence_length=length)
+        self.folder.require("text_encoder", TEXT_ENCODER)
+        return self.conditioner_of(QwenImageConditioner, QwenImagePipeline, dtype, most=MAX_TEXT)
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count as the mask does: a prompt's tokens and the end of the stock template after them."""
@@ -264,11 +264,6 @@ class QwenImageFamily(FolderFamily):
             PromptLength(tokens=found.tokens - dropped, limit=length)
             for found in self.count_tokens("tokenizer", texts, limit=length)
         ]
-
-    def text_pipeline(self, stock: Any, dtype: torch.dtype, **instead: Any) -> Any:
-        """Read what encodes, of a stock pipeline's class; some components may be given."""
-        self.folder.require("text_encoder", "Qwen2_5_VLForConditionalGeneration")
-        return self.load_text_pipeline(stock, dtype=dtype, **instead)
 
     def load_codec(self, dtype: torch.dtype) -> QwenImageCodec:
         """Read the autoencoder."""

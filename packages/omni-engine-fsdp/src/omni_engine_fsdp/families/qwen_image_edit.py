@@ -27,6 +27,7 @@ from omni_core.trajectory import Conditioning
 from omni_engine_fsdp.families.image_codec import IMAGE
 from omni_engine_fsdp.families.qwen_image import (
     MAX_TEXT,
+    TEXT_ENCODER,
     QwenImageCodec,
     QwenImageDenoiser,
     QwenImageFamily,
@@ -162,9 +163,15 @@ class QwenImageEditFamily(QwenImageFamily):
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes, or
                 `input_image_area` leaves nothing of an image.
         """
-        length, size = self.check_text_length(MAX_TEXT), self.input_size()
-        pipeline = self.text_pipeline(QwenImageEditPipeline, dtype, processor=self.load_processor())
-        conditioner = QwenImageEditConditioner(pipeline, max_sequence_length=length)
+        self.folder.require("text_encoder", TEXT_ENCODER)
+        size = self.input_size()
+        conditioner = self.conditioner_of(
+            QwenImageEditConditioner,
+            QwenImageEditPipeline,
+            dtype,
+            most=MAX_TEXT,
+            processor=self.load_processor(),
+        )
         conditioner.size = size
         return conditioner
 

@@ -152,9 +152,7 @@ class SanaFamily(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline is made for.
         """
-        length = self.check_text_length(MAX_TEXT)
-        pipeline = self.load_text_pipeline(SanaPipeline, dtype=dtype)
-        return SanaConditioner(pipeline, max_sequence_length=length)
+        return self.conditioner_of(SanaConditioner, SanaPipeline, dtype, most=MAX_TEXT)
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count a prompt's own tokens, and two of the instruction before it."""

@@ -145,7 +145,6 @@ class SD3Family(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline takes.
         """
-        length = self.check_text_length(MAX_TEXT)
         for name in ("text_encoder", "text_encoder_2"):
             self.folder.require(name, "CLIPTextModelWithProjection")
         absent: dict[str, Any] = {}
@@ -158,14 +157,15 @@ class SD3Family(FolderFamily):
                 "text_encoder_3": None,
                 "tokenizer_3": None,
             }
-        pipeline = self.load_text_pipeline(
+        return self.conditioner_of(
+            SD3Conditioner,
             StableDiffusion3Pipeline,
-            dtype=dtype,
+            dtype,
+            most=MAX_TEXT,
             image_encoder=None,
             feature_extractor=None,
             **absent,
         )
-        return SD3Conditioner(pipeline, max_sequence_length=length)
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count with T5's tokenizer; without T5, with CLIP's (which reads 77 tokens in any case)."""

@@ -229,11 +229,10 @@ class WanFamily(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the models take.
         """
-        length = self.check_text_length(MAX_TEXT)
         self.folder.require("text_encoder", "UMT5EncoderModel")
-        stock: Any = WanPipeline
-        pipeline = self.load_text_pipeline(stock, dtype=dtype, transformer_2=None)
-        return WanConditioner(pipeline, max_sequence_length=length)
+        return self.conditioner_of(
+            WanConditioner, WanPipeline, dtype, most=MAX_TEXT, transformer_2=None
+        )
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count with UMT5's tokenizer, as the stock pipeline cleans a prompt."""

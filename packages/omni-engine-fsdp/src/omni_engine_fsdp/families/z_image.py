@@ -141,9 +141,7 @@ class ZImageFamily(FolderFamily):
         Raises:
             ValueError: `model.pipeline.max_sequence_length` is more than the stock pipeline is made for.
         """
-        length = self.check_text_length(MAX_TEXT)
-        pipeline = self.load_text_pipeline(ZImagePipeline, dtype=dtype)
-        return ZImageConditioner(pipeline, max_sequence_length=length)
+        return self.conditioner_of(ZImageConditioner, ZImagePipeline, dtype, most=MAX_TEXT)
 
     def prompt_lengths(self, prompts: Sequence[str]) -> list[PromptLength]:
         """Count with the chat template around a prompt, whose end is cut first."""
