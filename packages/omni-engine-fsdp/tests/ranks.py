@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from omni_core import plugins
 from omni_core.choices import Policy, SigmaDraw, StepKind
@@ -65,6 +66,7 @@ from omni_engine_fsdp import (
 from omni_engine_fsdp.accumulation import AccumulatingEngine
 from omni_engine_fsdp.call_plan import CallPlanError
 from omni_engine_fsdp.families.sd3 import SD3Conditioning, SD3Denoiser
+from omni_engine_fsdp.sharding import local
 
 LR = OptimizerConfig(lr=1e-2, max_grad_norm=0.05, max_nonfinite_steps=1)
 WINDOWS = ((0, 1), (1, 2), (0, 2))
@@ -295,6 +297,25 @@ def distributed_like(value: Tensor, like: Any) -> Any:
 def whole(tensor: Any) -> Tensor:
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
+
+
+def dense(moment: Any) -> Tensor:
+    """A moment of all ranks, what 8 bits stand for as float32."""
+    own = local(moment)
+    own = own.dequantize() if hasattr(own, "codes") else own
+    if not isinstance(moment, DTensor):
+        return own.detach().clone()
+    layout = {"shape": moment.shape, "stride": moment.stride(), "run_check": False}
+    return whole(DTensor.from_local(own, moment.device_mesh, moment.placements, **layout))
+
+
+def moments(engine: Any) -> dict[str, Tensor]:
+    """Every moment of the optimizer, by `weight.moment`."""
+    return {
+        f"{name}.{moment}": dense(engine.optimizer.state[parameter][moment])
+        for name, parameter in engine.trained().items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def weights(engine: PPODiffusersFSDPEngine, policy: str = "default") -> dict[str, Tensor]:

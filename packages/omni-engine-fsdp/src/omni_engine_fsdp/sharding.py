@@ -170,6 +170,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def first_row(tensor: Tensor) -> int:
+    """Return where this rank's part begins along the first dimension, which `fully_shard` cuts."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    axes = [axis for axis, kind in enumerate(tensor.placements) if kind.is_shard()]
+    assert [tensor.placements[axis].is_shard(0) for axis in axes] == [True], tensor.placements
+    mesh, (axis,) = tensor.device_mesh, axes
+    rows = -(-tensor.shape[0] // mesh.size(axis))
+    return min(mesh.get_local_rank(axis) * rows, tensor.shape[0])
+
+
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Lay a whole tensor, which every rank has, out as *like* is; no collective."""
     if not isinstance(like, DTensor):
