@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from omni_core.testing.toys import ToyReward, register_toys, unregister_toys
-from omni_trainer import loop
+from omni_trainer import loop, stopping
 from omni_trainer.checkpoints import Checkpoints
 from omni_trainer.config import load_run
 from omni_trainer.evaluation import Evaluator
@@ -169,7 +169,10 @@ def test_waiting_for_scores_is_left_at_once(train, monkeypatch):
     assert held.is_set()
 
 
-def test_a_second_signal_ends_it_at_once_and_says_what_is_lost(train, signalled, source):
+def test_a_second_signal_ends_it_at_once_and_says_what_is_lost(
+    train, signalled, source, monkeypatch
+):
+    monkeypatch.setattr(stopping, "ONE_SIGNAL", 0.0)
     twice = pytest.raises(StoppedError, match="terminated")
     with (
         signalled(Worker, "update_actor", 4),
@@ -183,6 +186,18 @@ def test_a_second_signal_ends_it_at_once_and_says_what_is_lost(train, signalled,
     )
     held = Checkpoints(Path(source).parent / "twice/checkpoints", keep=9)
     assert [one.step for one in held.complete()] == [2]
+
+
+def test_a_signal_that_is_sent_twice_at_once_is_one(train, signalled, source):
+    """As where a scheduler sends it to all processes, and a launcher hands it on."""
+    with (
+        signalled(Worker, "update_actor", 1),
+        signalled(Worker, "update_weights", 2),
+        pytest.raises(StoppedError) as stopped,
+    ):
+        train("one", "evaluation.initial=false")
+    assert stopped.value.lost == ""
+    assert Checkpoints(Path(source).parent / "one/checkpoints", keep=9).latest().step == 1
 
 
 def test_a_disk_that_is_full_at_a_stop_is_told_and_the_checkpoint_before_stays(

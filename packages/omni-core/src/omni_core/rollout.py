@@ -241,7 +241,8 @@ class BaseRollout(ABC):
                 try:
                     yield from finished
                 except GeneratorExit:  # the reader wants no more
-                    self.cancel(handle)
+                    if not self.done(handle):
+                        self.cancel(handle)
                     raise
                 last = time.monotonic()
             elif timeout is not None and time.monotonic() - last > timeout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -16,6 +17,8 @@ from typing import Any
 INTERRUPTED, TERMINATED = 130, 143
 _WORDS: Mapping[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _STDERR = 2
+ONE_SIGNAL = 2.0
+"""Seconds in which a second signal is the first one once more: a scheduler and a launcher may both send it."""
 
 
 class StoppedError(KeyboardInterrupt):
@@ -52,6 +55,21 @@ def told(error: KeyboardInterrupt) -> tuple[str, int]:
     if isinstance(error, StoppedError) and error.lost:
         said += f", and {error.lost}"
     return said, 128 + number
+
+
+def what_is_lost(*, step: int, saved: int | None, under_way: bool) -> str:
+    """Say what of a run that ends now is not saved.
+
+    Args:
+        step: Trained steps.
+        saved: Step of the newest checkpoint.
+        under_way: Whether another step was begun.
+    """
+    done = step - (saved or 0)
+    parts = [f"{done} step{'s' * (done != 1)}"] if done else []
+    parts += ["the step under way"] if under_way else []
+    last = "there is no checkpoint" if saved is None else f"the last checkpoint is of step {saved}"
+    return f"what is lost: {' and '.join(parts) or 'nothing'} ({last})"
 
 
 @contextmanager
@@ -94,6 +112,7 @@ class StopRequest:
         """Number of the signal."""
         self.elsewhere: Callable[[], int | None] = lambda: None
         """Asks whether another process of the run had a signal: its number."""
+        self._asked_at = 0.0
         self._deferred = False
         self._at_once = False
 
@@ -105,10 +124,12 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if self.asked is not None and time.monotonic() - self._asked_at < ONE_SIGNAL:
+            return
         if not self._deferred or self.asked is not None:
             end_at_the_next()
             raise StoppedError(number)
-        self.asked = number
+        self.asked, self._asked_at = number, time.monotonic()
         say(
             f"{told_by(number)}: the run stops where its state is whole, and is saved; a second signal ends "
             "it at once, unsaved"

@@ -287,6 +287,17 @@ class RolloutSuite:
         with pytest.raises(KeyError):
             rollout.poll(RolloutHandle(10**9, 1))
 
+    def test_a_reader_may_leave_after_any_trajectory(
+        self, rollout: BaseRollout, asked: list[RolloutRequest]
+    ) -> None:
+        """A stream that is closed, at its last trajectory too, leaves nothing behind."""
+        for read in (1, len(asked)):
+            stream: Any = rollout.stream(asked)
+            for _ in range(read):
+                next(stream)
+            stream.close()
+        assert len(rollout.generate(asked)) == len(asked)
+
     def test_a_cancelled_request_leaves_the_others_alone(
         self, rollout: BaseRollout, asked: list[RolloutRequest]
     ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -14,7 +16,7 @@ from omni_trainer.group import WorkerError
 from omni_trainer.launched import is_follower, launched_ranks
 from omni_trainer.launched.host import WORKER, Host
 from omni_trainer.launched.link import SESSIONS, Link
-from omni_trainer.stopping import end_at_the_next, handled
+from omni_trainer.stopping import ONE_SIGNAL, end_at_the_next, handled
 
 OK, FAILED = 0, 1
 
@@ -67,10 +69,14 @@ def serve(link: Link) -> None:
 @contextmanager
 def _signals_told(link: Link) -> Iterator[None]:
     """Tell rank 0 of a signal, and go on: it says where all stop. A second signal ends this process."""
+    told: list[float] = []
 
     def tell(number: int, frame: FrameType | None) -> None:
         del frame
-        end_at_the_next()
+        if told and time.monotonic() - told[0] >= ONE_SIGNAL:
+            end_at_the_next()
+            os.kill(os.getpid(), number)
+        told.append(time.monotonic())
         with suppress(RuntimeError):  # rank 0 is gone, which the next collective shows
             link.tell_stop(number)
 
