@@ -25,11 +25,10 @@ from omni_core.testing.toys import (
 from omni_trainer.canary import CanaryError
 from omni_trainer.data import PromptFileError
 from omni_trainer.group import WorkerError
-from omni_trainer.loop import update_metrics
 from omni_trainer.reporting.metric_names import describe
 from omni_trainer.run_directory import RunDirectory, RunDirectoryError
 from omni_trainer.samples import UnscoredError
-from omni_trainer.workers.actor_rollout_ref import UpdateResult
+from omni_trainer.update_results import UpdateResult, update_metrics
 
 
 @pytest.fixture

@@ -29,12 +29,9 @@ from omni_trainer.row_group import by_rows
 from omni_trainer.run_directory import RANKS, RunDirectory, write_json
 from omni_trainer.run_workers import RunWorkers
 from omni_trainer.stopping import StopRequest
-from omni_trainer.workers.actor_rollout_ref import (
-    ActorRolloutRefConfig,
-    ActorRolloutRefWorker,
-    RankFacts,
-)
+from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefWorker
 from omni_trainer.workers.process import Place
+from omni_trainer.workers.rank import ActorRolloutRefConfig, RankFacts
 from omni_trainer.workers.reward import RewardWorker
 
 log = structlog.get_logger()

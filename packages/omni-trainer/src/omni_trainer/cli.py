@@ -168,24 +168,18 @@ def _with_step(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Describe every command; imports nothing of what they do."""
-    parser = argparse.ArgumentParser(
-        prog="omni",
-        description="RL post-training for diffusion, flow-matching and omni-modality models.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"omni {__version__}")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="log what happens, not only what went wrong"
-    )
+Add = Callable[[str, str], argparse.ArgumentParser]
+"""(name, what it does) -> the parser of a command."""
+
+
+def _adder(parser: argparse.ArgumentParser) -> Add:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    return lambda name, said: commands.add_parser(
+        name, help=said, description=said, allow_abbrev=False
+    )
 
-    def add(name: str, said: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=said, description=said, allow_abbrev=False)
 
+def _add_runs(add: Add) -> None:
     _with_source(add("train", "Start a run from a recipe or a file."), _train)
     _with_run(add("resume", "Go on from the newest complete checkpoint of a run."), _resume)
     _with_step(_with_run(add("eval", "Score a checkpoint on the held-out prompts."), _eval))
@@ -205,6 +199,8 @@ def build_parser() -> argparse.ArgumentParser:
         "evaluation.policy names)",
     )
 
+
+def _add_configs(add: Add) -> None:
     config = add("config", "Look at a configuration without starting anything.")
     kinds = config.add_subparsers(metavar="COMMAND", required=True)
     show = kinds.add_parser("show", help="every value and where it comes from", allow_abbrev=False)
@@ -226,12 +222,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="only keys below this path (optimizer), or of this plugin (flow_grpo)",
     )
     describe.set_defaults(command=_describe)
+
+
+def _add_data(add: Add) -> None:
     data = add("data", "Look at prompt files without starting anything.")
     kinds = data.add_subparsers(metavar="COMMAND", required=True)
     said = "rows, lengths, targets, repeats, bad rows, and prompts that are in both files"
     check = kinds.add_parser("check", help=said, allow_abbrev=False)
     _with_data_options(_with_source(check, _check_data, ", or a file of prompts"))
 
+
+def _add_listings(add: Add) -> None:
     add("recipes", "List what can be trained.").set_defaults(command=_recipes)
     add("models", "List model families and what each supports.").set_defaults(command=_models)
     listing = add("plugins", "List installed plugins and the packages that they come from.")
@@ -239,14 +240,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", action="store_true", help="also import every implementation, to find broken ones"
     )
     listing.set_defaults(command=_plugins)
-    page = _with_run(
-        add("report", "Write a run as one HTML file, in whatever state it is."), _report
-    )
-    page.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run")
     metrics = add("metrics", "Say what each metric means, its unit and what is healthy.")
     metrics.add_argument("text", nargs="?", default="", help="part of a metric's name")
     metrics.add_argument("--markdown", action="store_true", help="as docs/metrics.md has it")
     metrics.set_defaults(command=_metrics)
+
+
+def _add_reports(add: Add) -> None:
+    page = _with_run(
+        add("report", "Write a run as one HTML file, in whatever state it is."), _report
+    )
+    page.add_argument("-o", "--output", metavar="FILE", help="default: report.html in the run")
     said = "Check this machine, or say why a run stopped or did not learn."
     doctor = add("doctor", said)
     doctor.add_argument("run", metavar="RUN", nargs="?", help="the directory of a run")
@@ -254,6 +258,27 @@ def build_parser() -> argparse.ArgumentParser:
     completion = add("completion", "Print a script that completes commands and options in a shell.")
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     completion.set_defaults(command=_completion)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Describe every command; imports nothing of what they do."""
+    parser = argparse.ArgumentParser(
+        prog="omni",
+        description="RL post-training for diffusion, flow-matching and omni-modality models.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"omni {__version__}")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="log what happens, not only what went wrong"
+    )
+    add = _adder(parser)
+    _add_runs(add)
+    _add_configs(add)
+    _add_data(add)
+    _add_listings(add)
+    _add_reports(add)
     return parser
 
 

@@ -45,7 +45,6 @@ __all__ = [
     "engine_name",
     "known_paths",
     "load_run",
-    "show",
     "trained_with",
 ]
 
@@ -187,17 +186,6 @@ def _without(values: Mapping[str, Any], paths: Collection[str], path: str) -> di
         if here not in paths:
             kept[key] = _without(value, paths, here) if isinstance(value, Mapping) else value
     return kept
-
-
-def show(loaded: LoadedRun) -> list[str]:
-    """Write each value of the resolved config with where it came from, one a line."""
-    values = core.unstructure(loaded.config)
-    rows = [
-        (f"{path}: {value}", core.source_of(path, loaded.resolved.sources))
-        for path, value in core.leaves(values)
-    ]
-    width = min(max(len(text) for text, _ in rows), 80)
-    return [f"{text:<{width}}  # {source}" for text, source in rows]
 
 
 # -- what a resumed run goes on with ----------------------------------------------------------------

@@ -5,7 +5,6 @@ The driver holds metadata: requests, scores, advantages and plans. Samples stay 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import attrs
 import structlog
 
 from omni_core.losses import algorithm
-from omni_core.metrics import mean_by_name, merge
+from omni_core.metrics import mean_by_name
 from omni_core.resident import resident_bytes
 from omni_core.trajectory import SamplingSpec
 from omni_trainer.canary import check_echo, judge
@@ -31,9 +30,9 @@ from omni_trainer.reward_pool import PoolCounts, RewardPool
 from omni_trainer.rollout_plan import RolloutPlan, plan_rollout
 from omni_trainer.samples import Samples, sample_and_score
 from omni_trainer.scores import ScoredStep, score_step
-from omni_trainer.stopping import NotSavedError, StopAskedError, StopRequest, told_by
+from omni_trainer.stopping import NotSavedError, StopAskedError, StopRequest, told_by, what_is_lost
 from omni_trainer.update_plan import plan_updates
-from omni_trainer.workers.actor_rollout_ref import UpdateResult
+from omni_trainer.update_results import update_metrics
 
 GIB = 2**30
 
@@ -365,17 +364,7 @@ class Trainer:
         return NotSavedError(f"{said}, and the run could not be saved: {first}; {self._lost()}")
 
     def _lost(self) -> str:
-        """Say what is not saved."""
-        done = self.step - (self.saved or 0)
-        whole = f"{done} step{'s' * (done != 1)}" if done else ""
-        under_way = "the step under way" if self._begun is not None else ""
-        what = " and ".join(part for part in (whole, under_way) if part) or "nothing"
-        since = (
-            "there is no checkpoint"
-            if self.saved is None
-            else f"the last checkpoint is of step {self.saved}"
-        )
-        return f"what is lost: {what} ({since})"
+        return what_is_lost(step=self.step, saved=self.saved, under_way=self._begun is not None)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on where *checkpoint* was written.
@@ -408,24 +397,3 @@ class Trainer:
         self.recompute = bool(position["recompute"])
         floors = position.get("floors", {})
         self.floors = {int(step): float(value) for step, value in floors.items()}
-
-
-def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Name what the ranks measured in an update.
-
-    A metric without a value is left out, and so is one that is not finite: `actor/skipped_steps` counts
-    the steps that come of it.
-    """
-    found: dict[str, float] = {}
-    for name, moments in merge(result.metrics for result in results).items():
-        if not moments.count:
-            continue
-        found[f"actor/{name}"] = moments.mean
-        if name == "ratio":
-            found |= {"actor/ratio_min": moments.low, "actor/ratio_max": moments.high}
-    found = {name: value for name, value in found.items() if math.isfinite(value)}
-    if results[0].lr is not None:
-        found["actor/lr"] = results[0].lr
-    found["actor/skipped_steps"] = float(results[0].skipped)
-    found["actor/weight_version"] = float(results[0].weight_version)
-    return found

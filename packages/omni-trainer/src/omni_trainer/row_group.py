@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from omni_trainer.group import Ref, Streamed, WorkerGroup
-from omni_trainer.workers.actor_rollout_ref import RankFacts
+from omni_trainer.workers.rank import RankFacts
 
 
 def by_rows(group: WorkerGroup, facts: Sequence[RankFacts]) -> WorkerGroup:

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from omni_trainer.evaluation import Evaluation, Pictures, load_evaluation
-from omni_trainer.reporting.changes import Change, change_of
+from omni_trainer.reporting.changes import Change, reward_change
 from omni_trainer.reporting.jsonl import read_metrics
 from omni_trainer.run_directory import CONFIG, RANKS, STARTED, RunDirectory
 from omni_trainer.run_status import RunState, RunStatus, read_status
@@ -147,10 +147,7 @@ class RunRecord:
         """Change of the held-out reward from the first to the last evaluation; None without two."""
         if len(self.evaluations) < 2:
             return None
-        try:
-            return change_of(self.evaluations[0], self.evaluations[-1], lambda prompt: prompt.mean)
-        except ValueError:  # no prompt has a score in both
-            return None
+        return reward_change(self.evaluations[0], self.evaluations[-1])
 
     @cached_property
     def checkpoints(self) -> list[int]:

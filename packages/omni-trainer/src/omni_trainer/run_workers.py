@@ -9,7 +9,7 @@ import attrs
 
 from omni_trainer.group import WorkerGroup
 from omni_trainer.reward_pool import RewardPool
-from omni_trainer.workers.actor_rollout_ref import RolloutAccess
+from omni_trainer.workers.rank import RolloutAccess
 
 
 class RolloutServers(Protocol):

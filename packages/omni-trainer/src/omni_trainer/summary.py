@@ -9,8 +9,9 @@ import attrs
 
 from omni_trainer.config import RunConfig
 from omni_trainer.evaluation import Evaluation, load_evaluation
+from omni_trainer.reporting.changes import reward_change
 from omni_trainer.reporting.grid import write_before_after_grid
-from omni_trainer.reporting.intervals import Interval, bootstrap, paired_bootstrap
+from omni_trainer.reporting.intervals import Interval, bootstrap
 from omni_trainer.reporting.jsonl import read_metrics
 from omni_trainer.reporting.plot import plot_reward
 from omni_trainer.run_directory import RunDirectory
@@ -52,6 +53,7 @@ def summarise(config: RunConfig, run: RunDirectory) -> RunSummary:
     """Write plot and grid of a finished run, and say what it came to."""
     first, last = (load_evaluation(run.evaluations, step) for step in (0, config.trainer.steps))
     before, after = (None if found is None else found[0] for found in (first, last))
+    change = None if before is None or after is None else reward_change(before, after)
     return RunSummary(
         run_dir=run.path,
         steps=config.trainer.steps,
@@ -59,7 +61,7 @@ def summarise(config: RunConfig, run: RunDirectory) -> RunSummary:
         seconds=0.0,
         before=before,
         after=after,
-        gain=None if before is None or after is None else _gain(before, after),
+        gain=None if change is None else change.change,
         export=_exported(run),
         plot=_plot(config, run),
         before_after=_before_after(config, run),
@@ -85,16 +87,6 @@ def _before_after(config: RunConfig, run: RunDirectory) -> Path | None:
     titles = [prompt.prompt for prompt in last[0].prompts[: len(after)]]
     write_before_after_grid(path, before, after, titles)
     return path
-
-
-def _gain(before: Evaluation, after: Evaluation) -> Interval | None:
-    firsts = {prompt.row_id: prompt for prompt in before.prompts if prompt.rewards}
-    pairs = [
-        (firsts[p.row_id].mean, p.mean) for p in after.prompts if p.rewards and p.row_id in firsts
-    ]
-    if not pairs:
-        return None
-    return paired_bootstrap([b for b, _ in pairs], [a for _, a in pairs], seed=0)
 
 
 def _plot(config: RunConfig, run: RunDirectory) -> Path | None:

@@ -45,3 +45,10 @@ def change_of(
     return Change(
         before=bootstrap(first), after=bootstrap(second), change=paired_bootstrap(first, second)
     )
+
+
+def reward_change(before: Evaluation, after: Evaluation) -> Change | None:
+    """Compare the mean reward; None where no prompt has a score in both."""
+    if not scored_pairs(before, after):
+        return None
+    return change_of(before, after, lambda prompt: prompt.mean)

@@ -13,7 +13,7 @@ from omni_trainer.rpc import environment
 if TYPE_CHECKING:
     from omni_trainer.config import RunConfig
     from omni_trainer.run_workers import RunWorkers
-    from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig
+    from omni_trainer.workers.rank import ActorRolloutRefConfig
 
 environment.prepare()
 

@@ -18,7 +18,8 @@ from omni_trainer.rpc.resources import Demand, wait_for_resources
 from omni_trainer.rpc.reward_pool import RayRewardPool
 from omni_trainer.rpc.rollout_server import RolloutServers
 from omni_trainer.run_workers import RunWorkers
-from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
+from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefWorker
+from omni_trainer.workers.rank import ActorRolloutRefConfig
 from omni_trainer.workers.rollout_server import RolloutServerConfig
 
 

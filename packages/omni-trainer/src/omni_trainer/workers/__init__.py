@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefConfig, ActorRolloutRefWorker
+from omni_trainer.workers.actor_rollout_ref import ActorRolloutRefWorker
+from omni_trainer.workers.rank import ActorRolloutRefConfig
 from omni_trainer.workers.reward import RewardWorker
 from omni_trainer.workers.server_adapter import ServerAdapter
 from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig

@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
 import structlog
 import torch
 from torch import Tensor
@@ -21,21 +20,18 @@ from omni_core.algorithm import Algorithm
 from omni_core.engine import BaseEngine
 from omni_core.losses import ConfiguredLoss, algorithm
 from omni_core.metrics import Moments, merge
-from omni_core.options import (
-    DiffusionActorConfig,
-    DiffusionRolloutConfig,
-    DiffusionSamplingConfig,
-)
+from omni_core.options import DiffusionSamplingConfig
 from omni_core.plugins import ROLLOUTS, registry
 from omni_core.prompt_length import PromptLength
 from omni_core.request_check import image_mistake
 from omni_core.resident import resident_bytes
-from omni_core.rollout import BaseRollout, WeightMismatchError, WeightUpdate
+from omni_core.rollout import BaseRollout, WeightUpdate
 from omni_core.seeds import derive_seed
-from omni_core.trajectory import Media, RolloutRequest, Trajectory, TrajectoryInfo
+from omni_core.trajectory import RolloutRequest, Trajectory, TrajectoryInfo
 from omni_trainer.canary import CanaryReport, measure
 from omni_trainer.reporting.clips import Clip, clip_of
 from omni_trainer.update_plan import OptimizerStepPlan, UpdatePlan
+from omni_trainer.update_results import UpdateResult
 from omni_trainer.workers import process
 from omni_trainer.workers.batches import (
     filled_up,
@@ -44,76 +40,12 @@ from omni_trainer.workers.batches import (
     train_batch,
 )
 from omni_trainer.workers.correction import correction_of, with_old_log_probs
-from omni_trainer.workers.training import TrainingWorker, TrainingWorkerConfig
+from omni_trainer.workers.rank import ActorRolloutRefConfig, RankFacts, RolloutAccess
+from omni_trainer.workers.shown import media_of, picture_of
+from omni_trainer.workers.training import TrainingWorker
+from omni_trainer.workers.weight_push import alpha_over_rank, check_one_policy, push
 
 log = structlog.get_logger()
-
-
-@attrs.frozen(kw_only=True)
-class ActorRolloutRefConfig:
-    """What a rank is built from: plain data that travels to its process."""
-
-    actor: DiffusionActorConfig
-    backend: str
-    """Engine backend, such as `fsdp2`."""
-    rollout: str
-    """Plugin of `omni.rollouts`."""
-    rollout_options: DiffusionRolloutConfig
-    device: str = "auto"
-    input_images: bool = False
-    """Whether requests come with an image that the prompt edits."""
-
-    def training(self) -> TrainingWorkerConfig:
-        """The part that the training worker needs."""
-        return TrainingWorkerConfig(
-            model=self.actor.model,
-            engine=self.actor.engine,
-            optimizer=self.actor.optimizer,
-            checkpoint=self.actor.checkpoint,
-            model_type=self.actor.loss.options.model_type,
-            backend=self.backend,
-            device=self.device,
-            adapters=algorithm(self.actor.loss).adapters,
-            teachers=tuple(algorithm(self.actor.loss).teachers.items()),
-        )
-
-
-@attrs.frozen(kw_only=True)
-class UpdateResult:
-    """What an update did on one rank."""
-
-    metrics: Mapping[str, Moments]
-    """Of this rank's rows, over all optimizer steps."""
-    lr: float | None
-    """Of the last optimizer step; None if there was none."""
-    skipped: int
-    """Optimizer steps that a non-finite gradient stopped (the same on all ranks)."""
-    weight_version: int
-    compile_seconds: float = 0.0
-    """Spent compiling since the worker's process began."""
-    resident: int = 0
-    """Bytes that the rank's process holds."""
-
-
-@attrs.frozen(kw_only=True)
-class RankFacts:
-    """What a rank says of itself once it has its model."""
-
-    device: str
-    threads: int
-    torch: str
-    weight_version: int
-    data_parallel_rank: int
-    """Ranks of equal number hold the same rows and compute together."""
-    has_outputs: bool
-    """Whether it is the first of them, whose results are taken."""
-
-
-class RolloutAccess(Protocol):
-    """The way to a rollout that other processes hold for all ranks; plain data that travels to a rank."""
-
-    def connect(self, *, engine: BaseEngine, rank: int) -> BaseRollout:
-        """Make this rank's client."""
 
 
 class ActorRolloutRefWorker:
@@ -255,7 +187,7 @@ class ActorRolloutRefWorker:
         Raises:
             ValueError: media without pictures.
         """
-        return torch.stack([_picture(t, row) for t, row in zip(trajectories, rows, strict=True)])
+        return torch.stack([picture_of(t, row) for t, row in zip(trajectories, rows, strict=True)])
 
     def pick_clips(self, rows: Sequence[int], *trajectories: Trajectory) -> list[Clip]:
         """Take one row of each trajectory's media, as `pick_images`, as what a person sees and hears.
@@ -264,7 +196,7 @@ class ActorRolloutRefWorker:
             ValueError: media without video and without sound.
         """
         pairs = zip(trajectories, rows, strict=True)
-        return [clip_of(_media(trajectory), row) for trajectory, row in pairs]
+        return [clip_of(media_of(trajectory), row) for trajectory, row in pairs]
 
     def abandon_rollout(self) -> None:
         """Let go what was sampled for an update that will not be, as if nothing had been sampled."""
@@ -386,39 +318,21 @@ class ActorRolloutRefWorker:
         return version
 
     def _push(self, adapter: str | None, version: int) -> None:
-        lora = self.config.actor.model.lora
-        policy = self.config.actor.loss.options.rollout_algo().adapter
-        if lora is None and policy != "default":
-            msg = (
-                f"rollout.name: {self.config.rollout} is pushed one policy where every weight is trained, and "
-                f"{policy!r} samples beside the trained one: sample with the trained module, or set model.lora"
-            )
-            raise ValueError(msg)
-        tensors = dict(self.training.engine.get_per_tensor_param(adapter=adapter))
-        self.rollout.pause()
-        report = self.rollout.update(
+        config = self.config
+        if config.actor.model.lora is None:
+            check_one_policy(config.rollout, config.actor.loss.options.rollout_algo().adapter)
+        push(
+            self.rollout,
             WeightUpdate(
                 version=version,
-                tensors=tensors,
+                tensors=dict(self.training.engine.get_per_tensor_param(adapter=adapter)),
                 adapter=adapter,
-                alpha_over_rank=None if lora is None else lora.alpha / lora.rank,
-            )
+                alpha_over_rank=alpha_over_rank(config.actor.model.lora),
+            ),
         )
-        if set(report.bound) != set(tensors):
-            sent, bound = sorted(set(tensors) - set(report.bound)), sorted(report.bound)
-            msg = f"the rollout did not bind {sent}; it bound {bound}"
-            raise WeightMismatchError(msg)
-        self.rollout.resume()
-        if not self.config.rollout_options.keeps_adapters:
+        if not config.rollout_options.keeps_adapters:
             self._pushed.clear()
         self._pushed[adapter] = version
-        log.info(
-            "weights.pushed",
-            version=version,
-            adapter=adapter,
-            nbytes=report.nbytes,
-            seconds=report.seconds,
-        )
 
     def rollout_metrics(self) -> dict[str, float]:
         """Ask the rollout what it measured since the last call."""
@@ -479,20 +393,3 @@ def _log_probs(found: Tensor | None) -> Tensor:
         msg = "the engine's infer_batch returned no log-probs"
         raise ValueError(msg)
     return found
-
-
-def _media(trajectory: Trajectory) -> Media:
-    if trajectory.media is None:
-        msg = f"group {trajectory.records[0].group_id!r} was not decoded"
-        raise ValueError(msg)
-    return trajectory.media
-
-
-def _picture(trajectory: Trajectory, row: int) -> Tensor:
-    media = _media(trajectory)
-    if media.image is not None:
-        return media.image[row]
-    if media.video is not None:
-        return media.video[row, media.video.shape[1] // 2]
-    msg = f"group {trajectory.records[0].group_id!r} has no picture"
-    raise ValueError(msg)
