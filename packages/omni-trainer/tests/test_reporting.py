@@ -17,7 +17,12 @@ from omni_core import plugins
 from omni_trainer import cli
 from omni_trainer.reporting import metric_names
 from omni_trainer.reporting.grid import write_before_after_grid, write_grid
-from omni_trainer.reporting.intervals import Interval, bootstrap, paired_bootstrap
+from omni_trainer.reporting.intervals import (
+    Interval,
+    bootstrap,
+    bootstrap_statistic,
+    paired_bootstrap,
+)
 from omni_trainer.reporting.jsonl import JsonlTracker, read_metrics
 from omni_trainer.reporting.metric_names import METRICS, describe, table_of_metrics
 from omni_trainer.reporting.plot import plot_reward
@@ -123,7 +128,28 @@ def test_an_interval_follows_from_its_seed_and_narrows_with_its_level():
     assert str(bootstrap([0.25])) == "0.250 [0.250, 0.250]"
 
 
+def test_the_interval_of_a_ratio_is_that_of_theory():
+    rng = np.random.default_rng(2)
+    below = rng.uniform(0.5, 1.0, 400)
+    above = 0.3 * below + rng.normal(0, 0.05, 400)
+
+    def ratio(places):
+        return above[places].sum() / below[places].sum()
+
+    found = bootstrap_statistic(ratio, 400, samples=4000)
+    value = above.sum() / below.sum()
+    # The delta method: the residuals of above on the line through nothing.
+    error = 1.96 * (above - value * below).std() / math.sqrt(400) / below.mean()
+    assert found.mean == pytest.approx(value, abs=1e-12)
+    assert found.low == pytest.approx(value - error, abs=1e-3)
+    assert found.high == pytest.approx(value + error, abs=1e-3)
+
+
 def test_intervals_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="some prompts, got 0"):
+        bootstrap_statistic(lambda places: 0.0, 0)
+    with pytest.raises(ValueError, match="5 of 5 draws have no finite value"):
+        bootstrap_statistic(lambda places: math.nan, 3, samples=5)
     with pytest.raises(ValueError, match="one value for each of some prompts"):
         bootstrap([])
     with pytest.raises(ValueError, match="got 1 that are not"):

@@ -7,7 +7,7 @@ drawn together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -59,6 +59,39 @@ def bootstrap(
     tail = (1 - level) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return Interval(mean=float(data.mean()), low=float(low), high=float(high))
+
+
+def bootstrap_statistic(
+    statistic: Callable[[NDArray[np.int64]], float],
+    count: int,
+    *,
+    seed: int = 0,
+    samples: int = 10_000,
+    level: float = 0.95,
+) -> Interval:
+    """Take a statistic that is no mean over prompts, a ratio of two for instance.
+
+    Args:
+        statistic: What it is over the prompts of these places, int64 [count], some of them repeated.
+        count: Prompts.
+        seed: Of the draws.
+        samples: Draws.
+        level: Share of the draws that the interval holds.
+
+    Raises:
+        ValueError: no prompt, or a draw whose statistic is not finite.
+    """
+    if count < 1:
+        msg = "an interval needs some prompts, got 0"
+        raise ValueError(msg)
+    rng = np.random.default_rng(seed)
+    found = np.asarray([statistic(rng.integers(count, size=count)) for _ in range(samples)])
+    if not np.isfinite(found).all():
+        msg = f"{int((~np.isfinite(found)).sum())} of {samples} draws have no finite value"
+        raise ValueError(msg)
+    tail = (1 - level) / 2
+    low, high = np.quantile(found, [tail, 1 - tail])
+    return Interval(mean=float(statistic(np.arange(count))), low=float(low), high=float(high))
 
 
 def paired_bootstrap(
