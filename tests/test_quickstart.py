@@ -63,7 +63,7 @@ def run(tmp_path):
 def test_the_report_says_what_changed_and_where_it_lies(quickstart, run):
     config, found = run
     summary = summarise(config, found)
-    text = quickstart.report(summary)
+    text = quickstart.report(summary, "quickstart")
     lines = text.splitlines()
     assert "Held-out prompts: 10 pairs" in text
     assert "4 pictures each" in text
@@ -77,6 +77,8 @@ def test_the_report_says_what_changed_and_where_it_lies(quickstart, run):
     assert " 50% ->  80%" in text
     assert "+15.0 points: +15.0 from signs that show a number at all," in text
     assert "+0.0 from spelling" in text
+    assert "taught with half of its signs blank" in text
+    assert "taught with three wrong digits in ten" in quickstart.report(summary, "spelling")
     for path in (found.path, summary.plot, summary.before_after):
         assert path.exists()
         assert any(line.endswith(str(path)) for line in lines)

@@ -42,8 +42,12 @@ def paint(pipeline, prompts):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of diffusers and transformers
-def test_the_shipped_pipeline_paints_signs_in_stock_diffusers():
-    pipeline = load(resources.resolve("package:omni_configs/tiny_signs"))
+@pytest.mark.parametrize(
+    ("name", "blanks"),
+    [("tiny_signs", (0.3, 0.7)), ("tiny_spelling", (0.0, 0.1))],
+)
+def test_a_shipped_pipeline_paints_signs_in_stock_diffusers(name, blanks):
+    pipeline = load(resources.resolve(f"package:omni_configs/{name}"))
     path = resources.resolve("package:omni_configs/prompts/tiny_signs/heldout.txt")
     prompts = path.read_text(encoding="utf-8").splitlines()
     reward = OCRReward(OCRRewardConfig())
@@ -52,9 +56,9 @@ def test_the_shipped_pipeline_paints_signs_in_stock_diffusers():
     results = reward.score(Media(image=paint(pipeline, prompts)), inputs)
     mean = sum(result.value for result in results) / len(results)
     blank = sum(result.details["blank"] for result in results) / len(results)
-    # What RL starts from: it can write, and half of the time does not.
-    assert 0.25 < mean < 0.5
-    assert 0.3 < blank < 0.7
+    # What RL starts from: one does not write half of the time, the other one writes wrong digits.
+    assert 0.25 < mean < 0.6
+    assert blanks[0] <= blank < blanks[1]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

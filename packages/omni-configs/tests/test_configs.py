@@ -31,6 +31,7 @@ NAMES = (
     "sd3_ocr_verl_omni",
     "sd3_pickscore_flow_grpo",
     "smoke",
+    "spelling",
     "tiny_flow_grpo_full",
     "wan22_dance_grpo",
     *(f"{model}_{name}" for model in ("sd3_ocr", "tiny") for name in ALGORITHMS),
@@ -40,7 +41,7 @@ SECTIONS = {
     "evaluation", "trainer", "seeds",
 }  # fmt: skip
 FOLDER = Path(str(package_resources.files("omni_configs")))
-PIPELINE = FOLDER / "tiny_signs"
+PIPELINES = (FOLDER / "tiny_signs", FOLDER / "tiny_spelling")
 PROMPTS = FOLDER / "prompts" / "tiny_signs"
 
 
@@ -120,14 +121,15 @@ def test_prompts_are_split_by_pairs_of_object_and_number():
         assert any(f'"{pair[2]}"' in line for line in trained)
 
 
-def test_the_pipeline_has_the_standard_layout_in_bfloat16():
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda folder: folder.name)
+def test_a_pipeline_has_the_standard_layout_in_bfloat16(pipeline):
     from safetensors import safe_open
 
-    index = json.loads((PIPELINE / "model_index.json").read_text(encoding="utf-8"))
+    index = json.loads((pipeline / "model_index.json").read_text(encoding="utf-8"))
     assert index["_class_name"] == "StableDiffusion3Pipeline"
     parts = [name for name, value in index.items() if isinstance(value, list) and value[0]]
     assert len(parts) == 9
-    weights = sorted(PIPELINE.rglob("*.safetensors"))
+    weights = sorted(pipeline.rglob("*.safetensors"))
     assert [path.parent.name for path in weights] == [
         "text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae",
     ]  # fmt: skip
@@ -138,13 +140,14 @@ def test_the_pipeline_has_the_standard_layout_in_bfloat16():
         assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
         count += sum(tensor.numel() for tensor in tensors)
     assert 2.9e6 < count < 3.1e6
-    assert sum(path.stat().st_size for path in PIPELINE.rglob("*")) < 7e6
+    assert sum(path.stat().st_size for path in pipeline.rglob("*")) < 7e6
 
 
-def test_the_pipeline_carries_its_card_and_nothing_of_where_it_was_made():
-    files = sorted(path for path in PIPELINE.rglob("*") if path.is_file())
-    assert PIPELINE / "README.md" in files
-    card = (PIPELINE / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=lambda folder: folder.name)
+def test_a_pipeline_carries_its_card_and_nothing_of_where_it_was_made(pipeline):
+    files = sorted(path for path in pipeline.rglob("*") if path.is_file())
+    assert pipeline / "README.md" in files
+    card = (pipeline / "README.md").read_text(encoding="utf-8")
     assert "## How it was made" in card
     assert "## What it cannot do" in card
     numbers = {line.rpartition(" ")[2].strip('"') for line in prompts("train")}

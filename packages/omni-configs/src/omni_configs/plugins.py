@@ -11,6 +11,7 @@ def _recipe(name: str, summary: str) -> Plugin:
 
 
 quickstart = _recipe("quickstart", "FlowGRPO teaches a tiny pipeline to write numbers, in minutes")
+spelling = _recipe("spelling", "FlowGRPO teaches a tiny pipeline that misspells numbers to spell")
 smoke = _recipe("smoke", "two steps of the quickstart in this process: does it run here?")
 qwen_image_ocr_flow_grpo = _recipe(
     "qwen_image_ocr_flow_grpo", "VeRL-Omni's published OCR settings for Qwen-Image"
