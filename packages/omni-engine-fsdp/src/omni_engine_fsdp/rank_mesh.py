@@ -4,10 +4,14 @@ Two views of the same ranks. For rows the axes are `dp` x `cfg` x `ulysses`: ran
 last two hold the same rows and compute one forward together. For weights they are `replicate` x `shard`:
 ranks that differ in `shard` hold parts of one copy. Neighbouring ranks, which usually share a machine,
 talk most: `ulysses` and `shard` are the innermost axes.
+
+Engines of one layout share its process groups: torch keeps a group, and gloo its threads, until all are
+destroyed, so groups of their own would pile up in a process that makes several engines.
 """
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import attrs
@@ -19,6 +23,9 @@ from omni_engine_fsdp.options import FSDPEngineConfig
 
 DP, CFG, ULYSSES = "dp", "cfg", "ulysses"
 REPLICATE, SHARD = "replicate", "shard"
+
+Layout = tuple[str, tuple[int, int, int], int]
+"""(device type, lengths of the axes of rows, copies of the weights)."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -44,15 +51,24 @@ class RankMesh:
         if mistakes:
             raise ValueError("; ".join(f"engine.{key}: {said}" for key, said in mistakes.items()))
         shape = (ranks // config.model_parallel_size, config.cfg_parallel, config.ulysses)
-        copies = (config.replicate, ranks // config.replicate)
-        whole = config.replicate == 1
-        rows = init_device_mesh(device.type, shape, mesh_dim_names=(DP, CFG, ULYSSES))
-        alone = config.model_parallel_size == 1
+        layout = (device.type, shape, config.replicate)
+        if layout not in (kept := _meshes()):
+            kept[layout] = cls._made(layout)
+        return kept[layout]
+
+    @classmethod
+    def _made(cls, layout: Layout) -> RankMesh:
+        device_type, shape, replicate = layout
+        dp, cfg, ulysses = shape
+        rows = init_device_mesh(device_type, shape, mesh_dim_names=(DP, CFG, ULYSSES))
+        copies = (replicate, dp * cfg * ulysses // replicate)
+        whole = replicate == 1
+        alone = cfg * ulysses == 1
         return cls(
             rows=rows,
             together=None if alone else rows[CFG, ULYSSES]._flatten("together").get_group(),
             weights=init_device_mesh(
-                device.type,
+                device_type,
                 copies[1:] if whole else copies,
                 mesh_dim_names=(SHARD,) if whole else (REPLICATE, SHARD),
             ),
@@ -85,3 +101,22 @@ class RankMesh:
     def first_of_rows(self) -> bool:
         """Whether it is the first of those that hold the same rows."""
         return self.axis(CFG)[0] == 0 and self.axis(ULYSSES)[0] == 0
+
+
+_MESHES: dict[Layout, RankMesh] = {}
+_OF: list[Any] = []
+"""The process group that they are laid out in."""
+
+
+def _meshes() -> dict[Layout, RankMesh]:
+    """Layouts of the present process group: those of one that was destroyed are let go."""
+    if not _OF or _OF[0] is not dist.group.WORLD:
+        _forget()
+        _OF.append(dist.group.WORLD)
+    return _MESHES
+
+
+@atexit.register  # a group that lives until the interpreter's end can take the process with it
+def _forget() -> None:
+    _MESHES.clear()
+    _OF.clear()
