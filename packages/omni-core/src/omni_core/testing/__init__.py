@@ -8,6 +8,8 @@ A fork subclasses a suite in its own tests and provides the fixtures that the su
         @pytest.fixture
         def make_engine(self): ...
 
+An engine of several ranks is run on them by mixing in `OnRanks`.
+
 The suites need pytest (`pip install "omni-core[testing]"`), `omni_core.testing.toys` does not; nothing in
 omni_core outside this package imports either. Where a suite fails, its assertion says what was expected.
 """
@@ -22,6 +24,7 @@ _HOMES = {
     "AlgorithmSuite": "algorithm_suite",
     "EngineSuite": "engine_suite",
     "ForwardEngineSuite": "forward_engine_suite",
+    "OnRanks": "on_ranks",
     "RewardSuite": "reward_suite",
     "RolloutSuite": "rollout_suite",
     "forward_loss_inputs": "samples",

@@ -64,7 +64,7 @@ class ForwardEngineSuite(EngineSuite):
     scores_steps = False
 
     @pytest.fixture
-    def batch(self, trajectory: Trajectory) -> TrainBatch:
+    def whole_batch(self, trajectory: Trajectory) -> TrainBatch:
         """All rows of the trajectory, at every sigma of its schedule."""
         rows = trajectory.rows * trajectory.effective.num_steps
         return attrs.evolve(train_batch(trajectory), denominator=float(rows))
@@ -98,13 +98,13 @@ class ForwardEngineSuite(EngineSuite):
 
     @pytest.mark.parametrize("draw", list(SigmaDraw))
     def test_what_is_drawn_does_not_depend_on_the_batch(
-        self, make_engine: EngineFactory, batch: TrainBatch, draw: SigmaDraw
+        self, make_engine: EngineFactory, whole_batch: TrainBatch, draw: SigmaDraw
     ) -> None:
         """Rows in another order and in other micro-batches meet the same noise and sigmas."""
         needs = ForwardNeeds(draws=2, sigmas=draw)
         order = torch.tensor([3, 0, 5, 1, 4, 2])
         found = []
-        for size, part in ((8, batch), (3, batch.select(order))):
+        for size, part in ((8, whole_batch), (3, whole_batch.select(order))):
             loss = self.see(
                 make_engine(micro_batch_size=size, optimizer=self.training), part, needs
             )
@@ -127,13 +127,13 @@ class ForwardEngineSuite(EngineSuite):
 
     @pytest.mark.parametrize("size", [3, 4, 7])
     def test_a_unit_is_never_cut(
-        self, make_engine: EngineFactory, batch: TrainBatch, size: int
+        self, make_engine: EngineFactory, whole_batch: TrainBatch, size: int
     ) -> None:
         """Rows of a unit come together, at one noise and sigma, as often as there are draws."""
         units = torch.tensor([0, 1, 0, 2, 1, 0])
         engine = make_engine(micro_batch_size=size, optimizer=self.training)
         needs = ForwardNeeds(draws=2, shares_draws=True)
-        loss = self.see(engine, attrs.evolve(batch, units=units), needs)
+        loss = self.see(engine, attrs.evolve(whole_batch, units=units), needs)
         sizes = []
         for inputs in loss.seen:
             assert len(inputs.unit) <= size
@@ -146,11 +146,11 @@ class ForwardEngineSuite(EngineSuite):
         assert sorted(sizes) == [1, 1, 2, 2, 3, 3]
 
     def test_a_unit_that_does_not_fit_is_refused(
-        self, make_engine: EngineFactory, batch: TrainBatch
+        self, make_engine: EngineFactory, whole_batch: TrainBatch
     ) -> None:
         """The message says which micro-batch would do."""
         engine = make_engine(micro_batch_size=2, optimizer=self.training)
-        whole = attrs.evolve(batch, units=torch.tensor([0, 0, 0, 1, 1, 1]))
+        whole = attrs.evolve(whole_batch, units=torch.tensor([0, 0, 0, 1, 1, 1]))
         with pytest.raises(ValueError, match="micro_batch_size is 2, and must be at least 3"):
             engine.infer_batch(whole, self.policy_loss)
 
@@ -178,10 +178,10 @@ class ForwardEngineSuite(EngineSuite):
         assert not torch.equal(after[0], before[0])
 
     def test_a_tensordict_keeps_units_and_update(
-        self, engine: BaseEngine, batch: TrainBatch
+        self, engine: BaseEngine, whole_batch: TrainBatch
     ) -> None:
         """The two forms of a batch are the same batch."""
-        given = attrs.evolve(batch, units=torch.tensor([0, 0, 1, 1, 2, 2]), update=3)
+        given = attrs.evolve(whole_batch, units=torch.tensor([0, 0, 1, 1, 2, 2]), update=3)
         needs = ForwardNeeds(draws=2, shares_draws=True)
         straight = self.see(engine, given, needs).joined(lambda inputs: inputs.sigma)
         loss = SeenLoss(needs)

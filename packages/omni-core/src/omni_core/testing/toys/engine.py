@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ from omni_core.testing.toys import lora
 from omni_core.testing.toys.family import ToyDenoiser, ToyFamily
 from omni_core.testing.toys.packing import MicroBatch, pack, predict_velocity, score
 from omni_core.testing.toys.sampling import replay
-from omni_core.testing.toys.tensor_files import read_tensors, write_tensors
+from omni_core.testing.toys.tensor_files import INDEX, read_tensors, write_tensors
 from omni_core.trajectory import Trajectory
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -183,10 +183,14 @@ class ToyEngine(BaseEngine):
         batch = TrainBatch.of(data)
         metrics: list[Mapping[str, Moments]] = []
         log_probs: list[Tensor] = []
-        for micro_batch in pack(batch, self.engine_config.micro_batch_size):
-            share, output = self.forward_step(micro_batch, loss_function, forward_only=forward_only)
-            if share is not None and not forward_only:
-                cast(Any, share).backward()
+        micro_batches = list(pack(batch, self.engine_config.micro_batch_size))
+        for left, micro_batch in zip(range(len(micro_batches))[::-1], micro_batches, strict=True):
+            with self.syncing_gradients(last=left == 0):
+                share, output = self.forward_step(
+                    micro_batch, loss_function, forward_only=forward_only
+                )
+                if share is not None and not forward_only:
+                    cast(Any, share).backward()
             metrics.append(output.metrics)
             assert output.log_probs is not None
             log_probs.append(output.log_probs)
@@ -195,6 +199,15 @@ class ToyEngine(BaseEngine):
             metrics=merge(metrics),
             log_probs=torch.cat(log_probs).reshape(shape) if forward_only and log_probs else None,
         )
+
+    def syncing_gradients(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch's forward and backward: for engines of several ranks that derive from this one.
+
+        Args:
+            last: Of its batch.
+        """
+        del last
+        return nullcontext()
 
     def replay(self, trajectory: Trajectory) -> Tensor:
         """Score the rollout's own steps again, batch by batch: float32 [B, W]."""
@@ -365,10 +378,16 @@ class ToyEngine(BaseEngine):
                 found.update({f"adam.{key}.{name}": state[key] for key in _MOMENTS if state})
         return found
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether this process writes checkpoints and adapters: one of several does."""
+        return True
+
     def save_checkpoint(self, directory: Path) -> dict[str, Any]:
         """Write `tensors/` below *directory*."""
         tensors = self._checkpointed()
-        write_tensors(directory / "tensors", tensors)
+        if self.writes_files:
+            write_tensors(directory / "tensors", tensors)
         return {
             "kind": "toy",
             "tensors": len(tensors),
@@ -432,7 +451,8 @@ class ToyEngine(BaseEngine):
     def export_adapter(self, directory: Path, *, adapter: str = "default") -> Path:
         """Write the adapter as .npy files with an index: no stock pipeline knows the toy."""
         self._require_adapter()
-        return write_tensors(directory, lora.tensors(self.module, adapter))
+        tensors = lora.tensors(self.module, adapter)
+        return write_tensors(directory, tensors) if self.writes_files else directory / INDEX
 
     def to(
         self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True
