@@ -42,6 +42,7 @@ def test_it_is_installed_from_a_wheel_and_needs_core_alone():
 @pytest.mark.parametrize(
     ("group", "name"),
     [
+        (plugins.ENGINES, "diffusion.fork_ddp"),
         (plugins.REWARDS, "fork_redness"),
         (plugins.ALGORITHMS, "fork_reinforce"),
         (plugins.RECIPES, "fork_tiny"),

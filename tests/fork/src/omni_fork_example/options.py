@@ -1,4 +1,4 @@
-"""What a run may say about the reward and the algorithm. Imports no torch."""
+"""What a run may say about the engine, the reward and the algorithm. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from collections.abc import Mapping
 
 import attrs
 
-from omni_core import AlgorithmConfig, DiffusionRolloutAlgoConfig, RewardConfig, RunFacts, StepKind
+from omni_core import (
+    AlgorithmConfig,
+    DiffusionRolloutAlgoConfig,
+    EngineConfig,
+    RewardConfig,
+    RunFacts,
+    StepKind,
+)
+
+
+@attrs.frozen(kw_only=True)
+class DDPOptions(EngineConfig):
+    """Nothing beyond what every engine is told."""
 
 
 @attrs.frozen(kw_only=True)

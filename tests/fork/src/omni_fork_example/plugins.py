@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from omni_core import NoOptions, Plugin
-from omni_fork_example.options import RednessOptions, ReinforceOptions
+from omni_fork_example.options import DDPOptions, RednessOptions, ReinforceOptions
 
+ddp = Plugin(
+    api=1,
+    options=DDPOptions,
+    target="omni_fork_example.ddp:DDPEngine",
+    devices=("cpu",),
+    summary="DistributedDataParallel over the toy family",
+)
 redness = Plugin(
     api=1,
     options=RednessOptions,
