@@ -1,0 +1,115 @@
+"""The real engine trained in two processes that torchrun started, laid out in every way, against one rank.
+
+The layouts share one start (launched_runs.py). Everything is in float64: what two ranks sample is then
+stored in the same bits as what one does, so nothing but the order of sums is between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from omni_core.testing.toys import register_toys, unregister_toys
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from launched_runs import LAYOUTS, RESUMED, train
+finally:
+    sys.path.pop(0)
+
+pytestmark = pytest.mark.timeout(400)  # torchrun and two processes import everything first
+
+WEIGHTS = 1e-10
+"""Of the global norm, after some steps in float64 (DESIGN: numerics)."""
+
+
+@pytest.fixture(scope="module")
+def overrides(tiny_sd3):
+    register_toys()
+    yield [
+        f"model.path={tiny_sd3}",
+        "model.dtype=float64",
+        "model.pipeline={height: 16, width: 16, max_sequence_length: 8}",
+        "rollout.sampling.guidance_scale=3.0",
+        "evaluation.sampling.guidance_scale=3.0",
+        "evaluation.max_prompts=3",
+        "reward.name=toy",
+        "algorithm.kl_coef=0.1",
+        "algorithm.updates_per_rollout=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        "trainer.device=cpu",
+    ]
+    unregister_toys()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, overrides):
+    """One rank."""
+    return train(tmp_path_factory.mktemp("alone") / "run", overrides)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory, overrides):
+    """Where the layouts' runs are."""
+    out = tmp_path_factory.mktemp("launched")
+    (out / "overrides.json").write_text(json.dumps(overrides))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("launched_runs.py")
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script), str(out), str(out / "overrides.json")],
+        capture_output=True,
+        text=True,
+        timeout=360,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return out
+
+
+def metrics(run_dir):
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {n: v for n, v in json.loads(line).items() if not n.startswith(("time/", "memory/"))}
+        for line in lines
+    ]
+
+
+def weights(run_dir):
+    """Of the adapter, whole: checkpoints hold each rank's parts."""
+    return load_file(run_dir / "export" / "pytorch_lora_weights.safetensors")
+
+
+def distance(ours, theirs):
+    """|ours - theirs| / |theirs| over all tensors."""
+    assert ours.keys() == theirs.keys()
+    apart = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
+    size = sum(float(value.double().square().sum()) for value in theirs.values())
+    return (apart / size) ** 0.5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_case_27_a_launched_run_trains_what_one_rank_does(alone, launched, layout):
+    run = launched / layout
+    assert distance(weights(run), weights(alone)) <= WEIGHTS
+    assert len(metrics(run)) == len(metrics(alone)) == 3
+    for one, other in zip(metrics(alone), metrics(run), strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    assert metrics(run)[1]["canary/exact"] == 0.0
+
+
+def test_case_28_a_launched_run_goes_on_bit_for_bit(launched):
+    assert metrics(launched / "resumed")[-1]["actor/weight_version"] == 4.0
+    expected = weights(launched / RESUMED)
+    for name, value in weights(launched / "resumed").items():
+        assert torch.equal(value, expected[name]), name
