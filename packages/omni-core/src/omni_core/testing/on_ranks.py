@@ -281,7 +281,7 @@ def main() -> None:
         world_size=size,
         timeout=limit,
     )
-    store = dist.FileStore(str(folder / "tests"), size)
+    store = dist.FileStore(str(folder / "tests"), size)  # type: ignore[attr-defined] # absent from the stub
     code = pytest.main(job["arguments"], plugins=[_Rank(folder, rank, size, store, limit)])
     dist.destroy_process_group()
     gc.collect()
