@@ -111,6 +111,7 @@ PHASES = {
     "canary": (Worker, "canary", 2, 1),
     "update": (Worker, "update_actor", 2, 2),
     "push": (Evaluator, "run", 2, 2),
+    "update before no evaluation": (Worker, "update_actor", 3, 3),
     "evaluation": (Evaluator, "_wave", 2, 2),
     "report": (Trainer, "report", 3, 2),
     "periodic save": (Worker, "save_checkpoint", 1, 2),

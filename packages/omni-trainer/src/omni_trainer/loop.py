@@ -133,7 +133,6 @@ class Trainer:
             self.measure()
             self.step += 1
             self._begun, self.unreported = None, True
-            self.stop.look()
             self._finish_step()
 
     def _finish_step(self) -> None:
@@ -275,6 +274,7 @@ class Trainer:
         """Score the held-out prompts with the policy as it is."""
         if self.evaluator is None:
             return
+        self.stop.look()
         with self.timed("validate"):
             found, pictures = self.evaluator.run(self.step, weight_version=self.weight_version)
             if self.step < self.config.trainer.steps:
