@@ -1,5 +1,6 @@
 """Workers are plain classes: used here without any group."""
 
+import pickle  # noqa: TID251 -- what Ray does to a request, in memory; no file is read
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from omni_core.algorithms.flow_grpo_options import FlowGRPOOptions
 from omni_core.choices import StepKind
 from omni_core.engine import BaseEngine
+from omni_core.input_image import InputImage
 from omni_core.losses import ConfiguredLoss
 from omni_core.options import DiffusionSamplingConfig, ScheduleSource
 from omni_core.rollout import (
@@ -20,6 +22,7 @@ from omni_core.rollout import (
     WeightUpdate,
 )
 from omni_core.testing.toys import ToyEngine, ToyRollout
+from omni_core.testing.toys.family import ToyFamily
 from omni_core.trajectory import RolloutRequest, SampleRecord
 from omni_trainer import ActorRolloutRefWorker, ServerAdapter, TrainingWorker
 from omni_trainer.assembly import worker_config
@@ -122,6 +125,36 @@ def test_an_algorithm_that_cannot_train_the_model_is_refused_before_it_is_loaded
     monkeypatch.setattr(FlowGRPOOptions, "mistakes", lambda self, facts: {})
     with pytest.raises(ValueError, match="flow_grpo cannot train 'toy': its loss looks at the ref"):
         make(toy_source, "model.lora=null", "algorithm.kl_coef=0.1")
+
+
+def test_images_and_a_model_that_edits_them_come_together_or_are_refused_before_it_is_loaded(
+    toy_source, monkeypatch
+):
+    monkeypatch.setattr(ToyEngine, "initialize", lambda self: pytest.fail("it was loaded"))
+    with pytest.raises(
+        ValueError, match=r"'toy': an input image is given.*leave data\.image_column"
+    ):
+        make(toy_source, "data.image_column=image")
+    monkeypatch.setattr(ToyFamily, "inputs", ("text", "image"))
+    with pytest.raises(ValueError, match=r"'toy': this model edits images.*: data\.image_column"):
+        make(toy_source)
+
+
+def test_a_request_reaches_a_server_with_its_image(worker):
+    """The toy, which samples from text alone, says that it got one."""
+    adapter = ServerAdapter(
+        lambda method, *args, **keywords: serve(
+            worker.rollout,
+            method,
+            *pickle.loads(pickle.dumps(args)),
+            **keywords,  # noqa: S301
+        )
+    )
+    (request,) = requests(worker, groups=1)
+    edit = attrs.evolve(request, image=InputImage(data=b"a file"))
+    with pytest.raises(ValueError, match="an input image is given, and this model samples from"):
+        adapter.submit([edit])
+    assert adapter.generate([request])[0].rows == 3
 
 
 def test_an_engine_that_cannot_tell_is_tried(toy_source, monkeypatch):
