@@ -35,6 +35,7 @@ from omni_trainer.assembly import read_prompts, started
 from omni_trainer.config import RunConfig, load_run
 from omni_trainer.loop import Trainer
 from omni_trainer.run_directory import RunDirectory
+from omni_trainer.stopping import StopRequest
 
 RECIPE = "quickstart"
 PLAIN = "plain"
@@ -143,7 +144,9 @@ def measure(steps: int, names: Sequence[str], values: Sequence[str]) -> list[dic
         for place, name in enumerate(names):
             config = configure(steps + WARM_UP, VARIANTS[name], values)
             run = RunDirectory.create(folder / str(place), config, None)
-            parts = stack.enter_context(started(config, run, read_prompts(config), None))
+            parts = stack.enter_context(
+                started(config, run, read_prompts(config), None, StopRequest())
+            )
             engine = parts.group._worker.training.engine
             variants.append(Variant(name=name, config=config, trainer=parts.trainer, engine=engine))
         for variant in variants:

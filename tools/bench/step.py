@@ -32,6 +32,7 @@ from omni_core import resources
 from omni_trainer.assembly import Prompts, read_prompts, started
 from omni_trainer.config import RunConfig, load_run
 from omni_trainer.run_directory import RunDirectory
+from omni_trainer.stopping import StopRequest
 
 RECIPE = "quickstart"
 WARM_UP = 2
@@ -81,7 +82,7 @@ def run(config: RunConfig, between: Callable[[], Any] = lambda: None) -> list[Se
     found: list[Seconds] = []
     with tempfile.TemporaryDirectory(prefix="omni-bench-") as folder:
         directory = RunDirectory.create(Path(folder) / "run", config, None)
-        with started(config, directory, read_prompts(config), None) as parts:
+        with started(config, directory, read_prompts(config), None, StopRequest()) as parts:
             log, pool = parts.observer.log, parts.trainer.pool
             last, scored = now(), 0.0
 
