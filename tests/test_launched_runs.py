@@ -1,4 +1,4 @@
-"""The real engine trained in two processes that torchrun started, laid out in every way, against one rank.
+"""The real engine trained on two ranks, by torchrun in every layout and on Ray in one, against one rank.
 
 The layouts share one start (launched_runs.py). Everything is in float64: what two ranks sample is then
 stored in the same bits as what one does, so nothing but the order of sums is between them.
@@ -113,3 +113,13 @@ def test_case_28_a_launched_run_goes_on_bit_for_bit(launched):
     expected = weights(launched / RESUMED)
     for name, value in weights(launched / "resumed").items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_case_27_two_ray_actors_share_a_sequence(alone, overrides, tmp_path):
+    """The same on Ray, where the rank that follows is an actor."""
+    options = ["trainer.backend=ray", "trainer.ranks=2", *LAYOUTS["sequence"]]
+    run = train(tmp_path / "run", [*overrides, *options])
+    assert distance(weights(run), weights(alone)) <= WEIGHTS
+    for one, other in zip(metrics(alone), metrics(run), strict=True):
+        for name, value in one.items():
+            assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
