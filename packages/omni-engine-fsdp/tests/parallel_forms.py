@@ -14,13 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import attrs
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import SPEC, build, gradients, loss, register_two_experts, report, warm, weights
+from ranks import LR, SPEC, KLLoss, build, gradients, register_two_experts, report, warm, weights
 
 from omni_core.engine import TrainBatch
-from omni_core.options import DType, LoRAConfig
+from omni_core.options import DType, EMAConfig, LoRAConfig
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import RolloutRequest, Trajectory
 from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, ShardBase, ShardTrained
@@ -40,6 +41,9 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "sequence_in_copies": {"shard": SHARD, "ulysses": 2, "replicate": 2},
 }
 TRAINED: Mapping[str, LoRAConfig | None] = {"lora": LORA, "full": None}
+AVERAGED = attrs.evolve(LR, ema=EMAConfig(decay=0.5))
+POLICIES = ("default", "ema")
+"""The trained one, held to the reference, and its moving average."""
 WINDOWS = ((0, 1), (1, 2), (0, 2), (0, 1), (1, 2))
 APART = ((0,), (1,), (2,), (1,), (0,))
 """Each row needs one expert of two."""
@@ -103,12 +107,12 @@ def run(form: str, rank: int, model: Path, out: Path) -> None:
     own = mine(form, rank)
     said: dict[str, Any] = {}
     for trained, lora in TRAINED.items():
-        engine = prepared(make(form, model, lora=lora), trained)
+        engine = prepared(make(form, model, lora=lora, optimizer=AVERAGED), trained)
         report(out / f"{form}-{trained}-gradients", rank, gradients(engine, batch(own)))
         for _ in range(3):
-            engine.train_batch(batch(own), loss)
-        named = weights(engine) if lora else dict(engine.get_per_tensor_param(adapter=None))
-        report(out / f"{form}-{trained}-weights", rank, named)
+            engine.train_batch(batch(own), KLLoss())
+        for policy in POLICIES:
+            report(out / f"{form}-{trained}-{policy}", rank, weights(engine, policy))
         said["place"] = [
             engine.get_data_parallel_rank(),
             engine.get_data_parallel_size(),

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
+from omni_core.options import DType, EMAConfig
 from omni_core.testing.samples import requests_for
 from omni_core.trajectory import Trajectory
 from omni_engine_fsdp import EngineRollout, EngineRolloutConfig
@@ -87,6 +89,25 @@ def test_the_reference_is_another_function_and_comes_back(engine: Any, ranks: Mo
     with engine.disable_adapter():
         assert not torch.equal(engine.infer_batch(batch).log_probs, before)
     assert torch.equal(engine.infer_batch(batch).log_probs, before)
+
+
+def test_every_weight_is_trained_against_its_reference_and_averaged(
+    ranks: ModuleType, tiny_sd3: Path
+) -> None:
+    """The copies are compiled like the trained weights, and train what plain ones train (float64)."""
+    optimizer = attrs.evolve(ranks.LR, ema=EMAConfig(decay=0.5))
+    found = []
+    for options in (COMPILED, {}):
+        built = ranks.build(
+            tiny_sd3, dtype=DType.FLOAT64, lora=None, optimizer=optimizer, **options
+        )
+        for _ in range(2):
+            built.train_batch(ranks.rows([0, 1, 2]), ranks.KLLoss())
+        found.append({policy: ranks.weights(built, policy) for policy in ("default", "ema")})
+    compiled, plain = found
+    for policy, expected in plain.items():
+        for name, value in expected.items():
+            torch.testing.assert_close(compiled[policy][name], value, rtol=0.0, atol=1e-10)
 
 
 def test_warm_up_is_counted_apart(engine: Any, plain: Any, sampled: Trajectory) -> None:
