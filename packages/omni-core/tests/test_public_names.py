@@ -162,6 +162,7 @@ SUITES = [
     "AlgorithmSuite",
     "EngineSuite",
     "ForwardEngineSuite",
+    "OnRanks",
     "RewardSuite",
     "RolloutSuite",
     "forward_loss_inputs",
@@ -248,17 +249,15 @@ def test_no_module_imports_a_backend() -> None:
     assert found == []
 
 
-def test_only_the_suites_import_pytest() -> None:
+def test_only_the_suites_and_what_runs_them_on_ranks_import_pytest() -> None:
     users = {
         path.relative_to(SOURCE).as_posix()
         for path in SOURCE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if "pytest" in _imported(node)
     }
-    assert users == {
-        f"testing/{name}_suite.py"
-        for name in ("algorithm", "engine", "forward_engine", "reward", "rollout")
-    }
+    suites = ("algorithm", "engine", "forward_engine", "reward", "rollout")
+    assert users == {"testing/on_ranks.py", *(f"testing/{name}_suite.py" for name in suites)}
 
 
 def _imported(node: ast.AST) -> list[str]:
