@@ -219,8 +219,11 @@ def test_a_copy_is_seen_by_the_next_forward(
     with engine.use_adapter("old"):
         start = predict(engine, ranks)
         engine.copy_adapter("default", "old")
-        assert torch.equal(predict(engine, ranks), current)
-    assert not torch.equal(start, current)
+        copied = predict(engine, ranks)
+    # Not bit for bit: a product of equal factors is rounded by where in memory its input happens to lie
+    # (MKL with AVX-512), and what ran in between moved it.
+    torch.testing.assert_close(copied, current, rtol=1e-6, atol=1e-6)
+    assert (start - current).abs().max() > 1e-4
 
 
 def test_case_24_switching_adapters_leaves_requires_grad_alone(
