@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from omni_core.testing.toys import register_toys, unregister_toys
+from omni_trainer.checkpoints import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
@@ -60,19 +61,25 @@ def alone(tmp_path_factory, overrides):
 def launched(tmp_path_factory, overrides):
     """Where the layouts' runs are."""
     out = tmp_path_factory.mktemp("launched")
-    (out / "overrides.json").write_text(json.dumps(overrides))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("launched_runs.py")
-    done = subprocess.run(
-        [sys.executable, *torchrun, str(script), str(out), str(out / "overrides.json")],
+    done = torchrun("launched_runs.py", out, overrides)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return out
+
+
+def torchrun(script, out, overrides, *arguments):
+    """Run a script of this folder in two processes: `SCRIPT OUT OVERRIDES.json ARGUMENTS`."""
+    listed = out.with_suffix(".json")
+    listed.write_text(json.dumps(overrides))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = Path(__file__).with_name(script)
+    return subprocess.run(
+        [sys.executable, *launcher, str(path), str(out), str(listed), *arguments],
         capture_output=True,
         text=True,
         timeout=360,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return out
 
 
 def metrics(run_dir):
@@ -113,6 +120,38 @@ def test_case_28_a_launched_run_goes_on_bit_for_bit(launched):
     expected = weights(launched / RESUMED)
     for name, value in weights(launched / "resumed").items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("form", "rank", "left"),
+    [
+        ("lora", "0", 2),  # who drives: the partial checkpoint stays
+        ("full", "1", 1),  # the driver lives on for a moment, and takes it away
+    ],
+)
+def test_case_29_a_rank_killed_in_a_save_leaves_the_former_checkpoint(
+    form, rank, left, launched, overrides, tmp_path
+):
+    run = tmp_path / "run"
+    forms = {"lora": LAYOUTS["data"], "full": ["model.lora=null"]}
+    options = [*overrides, *forms[form], "checkpoint.keep=1"]
+
+    killed = torchrun("killed_save.py", run, options, rank)
+
+    assert killed.returncode != 0
+    assert "Signal 9 (SIGKILL)" in killed.stderr
+    assert Checkpoints(run / "checkpoints", keep=1).at().step == 1
+    assert len(list((run / "checkpoints").iterdir())) == left
+
+    resumed = torchrun("killed_save.py", run, options)
+
+    assert resumed.returncode == 0, resumed.stderr[-6000:]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000002"]
+    assert metrics(run)[-1]["actor/weight_version"] == 4.0
+    if form == "lora":  # what was left is whole: the run ends as one that nobody killed
+        expected = weights(launched / "data")
+        for name, value in weights(run).items():
+            assert torch.equal(value, expected[name]), name
 
 
 def test_case_27_two_ray_actors_share_a_sequence(alone, overrides, tmp_path):
