@@ -364,6 +364,8 @@ def test_a_rollout_that_servers_hold_samples_what_a_rank_of_its_own_does(
 
     assert len(killed) == 2
     assert metrics(found.run_dir) == metrics(whole.run_dir)
+    held = metrics(found.run_dir, timings=True)[-1]
+    assert 0.05 < held["memory/server_rss"] < 5
     assert found.after.prompts == whole.after.prompts
 
 

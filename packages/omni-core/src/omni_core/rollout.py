@@ -211,7 +211,8 @@ class BaseRollout(ABC):
     def metrics(self) -> Mapping[str, float]:
         """Measure what was done since the last call, or how things stand: name -> number.
 
-        A trainer asks once a step and logs each as `rollout/NAME`, the mean over its ranks.
+        A trainer asks once a step and logs each as `rollout/NAME`, the mean over its ranks; what ends in
+        `_rss`, GiB of a process, as `memory/NAME`, the largest.
         """
         return {}
 

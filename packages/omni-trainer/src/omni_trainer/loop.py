@@ -35,6 +35,8 @@ from omni_trainer.update_plan import plan_updates
 from omni_trainer.update_results import update_metrics
 
 GIB = 2**30
+RESIDENT = "_rss"
+"""How names of a rollout's metrics end that are GiB of a process: the largest counts, under `memory/`."""
 
 log = structlog.get_logger()
 
@@ -266,8 +268,12 @@ class Trainer:
 
     def measure(self) -> None:
         """Ask the ranks what their rollouts measured in this step, and what share pushing had."""
-        measured = mean_by_name(self.group.broadcast("rollout_metrics"))
-        self.metrics |= {f"rollout/{name}": value for name, value in measured.items()}
+        measured = self.group.broadcast("rollout_metrics")
+        for name, value in mean_by_name(measured).items():
+            if name.endswith(RESIDENT):
+                self.metrics[f"memory/{name}"] = max(one.get(name, 0.0) for one in measured)
+            else:
+                self.metrics[f"rollout/{name}"] = value
         self.metrics["time/push_share"] = self.metrics["time/push"] / self.metrics["time/step"]
 
     def validate(self) -> None:

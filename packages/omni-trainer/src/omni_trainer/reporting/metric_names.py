@@ -99,8 +99,6 @@ _LINES = (
     Metric("rollout/push_pause_seconds", "s", "of the pushes, waiting for running batches", "0 where nothing is sampled during an update", _ENGINES),
     Metric("rollout/push_send_seconds", "s", "of the pushes, handing the weights to the engines", "", _ENGINES),
     Metric("rollout/push_verify_seconds", "s", "of the pushes, binding the weights, and the probe", "", _ENGINES),
-    Metric("rollout/engine_rss", "GiB", "resident memory of the largest of one rank's (or one server's) engines, with its workers", "steady", _ENGINES),
-    Metric("rollout/server_rss", "GiB", "resident memory of a server's own process", "steady", "with rollout.servers"),
     Metric("rollout/*", "as the rollout says", "mean over ranks (or servers) of a number that the rollout gives"),
     Metric("data/epoch", "epochs", "epoch of the step's first prompt, counted from 0"),
     Metric("heldout/reward_mean", "reward", "mean over held-out prompts of the mean reward of their samples", "rises; this is what a run is judged by", _HELDOUT),
@@ -126,6 +124,8 @@ _LINES = (
     Metric("memory/driver_rss", "GiB", "resident memory of the driver's process", "steady; it does not grow with the samples"),
     Metric("memory/actor_rss", "GiB", "of the largest rank's process", "steady", _RAY),
     Metric("memory/reward_rss", "GiB", "of the largest scorer's process", "steady", _RAY + " and a reward"),
+    Metric("memory/engine_rss", "GiB", "of the largest of the rollout's engines, with its workers", "steady", _ENGINES),
+    Metric("memory/server_rss", "GiB", "of the largest rollout server's process", "steady", "with rollout.servers"),
 )
 # fmt: on
 
