@@ -142,14 +142,12 @@ def test_images_and_a_model_that_edits_them_come_together_or_are_refused_before_
 
 def test_a_request_reaches_a_server_with_its_image(worker):
     """The toy, which samples from text alone, says that it got one."""
-    adapter = ServerAdapter(
-        lambda method, *args, **keywords: serve(
-            worker.rollout,
-            method,
-            *pickle.loads(pickle.dumps(args)),
-            **keywords,  # noqa: S301
-        )
-    )
+
+    def travelled(method, *args, **keywords):
+        held = pickle.dumps(args)
+        return serve(worker.rollout, method, *pickle.loads(held), **keywords)  # noqa: S301
+
+    adapter = ServerAdapter(travelled)
     (request,) = requests(worker, groups=1)
     edit = attrs.evolve(request, image=InputImage(data=b"a file"))
     with pytest.raises(ValueError, match="an input image is given, and this model samples from"):
