@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch.distributed as dist
 
 from omni_core.engine import BaseEngine
 from omni_core.options import DType, LoRAConfig, OptimizerConfig
@@ -20,6 +21,7 @@ from omni_core.testing import OnRanks
 from omni_core.testing.engine_suite import EngineFactory
 from omni_core.testing.on_ranks import IN_RANK
 from omni_engine_fsdp import PPODiffusersFSDPEngine, ShardBase, ShardTrained
+from tiny_models.sd3 import build_tiny_sd3
 
 sys.path.insert(0, str(Path(__file__).parent))
 try:
@@ -36,6 +38,16 @@ CORE = (
 
 SHARD, WHOLE = ShardBase.SHARD, ShardBase.REPLICATE
 LORA = LoRAConfig(rank=2, alpha=8.0)
+
+
+@pytest.fixture(scope="module")
+def tiny_sd3() -> Path:
+    """One for all ranks: newer transformers write a model on the first rank alone."""
+    folder = Path(os.environ[IN_RANK]) / "tiny_sd3"
+    if dist.get_rank() == 0:
+        build_tiny_sd3(folder)
+    dist.barrier()
+    return folder
 
 
 class Laid(OnRanks, one_rank.TestPPODiffusersFSDPEngine):

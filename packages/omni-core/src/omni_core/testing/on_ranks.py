@@ -282,7 +282,7 @@ def main() -> None:
         timeout=limit,
     )
     store = dist.FileStore(str(folder / "tests"), size)  # type: ignore[attr-defined] # absent from the stub
-    # Not the user's numbered directories, which any pytest that ends at the same time cleans up.
+    # Beside the rest that goes with the folder, not among the user's numbered directories.
     own = ["--basetemp", str(folder / f"base.{rank}")]
     code = pytest.main([*own, *job["arguments"]], plugins=[_Rank(folder, rank, size, store, limit)])
     dist.destroy_process_group()
