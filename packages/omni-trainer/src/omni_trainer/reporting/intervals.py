@@ -56,9 +56,7 @@ def bootstrap(
         data[rng.integers(len(data), size=(min(step, samples - start), len(data)))].mean(axis=1)
         for start in range(0, samples, step)
     ]
-    tail = (1 - level) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Interval(mean=float(data.mean()), low=float(low), high=float(high))
+    return _interval(float(data.mean()), np.concatenate(means), level)
 
 
 def bootstrap_statistic(
@@ -89,9 +87,14 @@ def bootstrap_statistic(
     if not np.isfinite(found).all():
         msg = f"{int((~np.isfinite(found)).sum())} of {samples} draws have no finite value"
         raise ValueError(msg)
+    return _interval(float(statistic(np.arange(count))), found, level)
+
+
+def _interval(value: float, drawn: NDArray[np.float64], level: float) -> Interval:
+    """Put the middle of what was *drawn* around a value."""
     tail = (1 - level) / 2
-    low, high = np.quantile(found, [tail, 1 - tail])
-    return Interval(mean=float(statistic(np.arange(count))), low=float(low), high=float(high))
+    low, high = np.quantile(drawn, [tail, 1 - tail])
+    return Interval(mean=value, low=float(low), high=float(high))
 
 
 def paired_bootstrap(
