@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,6 +20,8 @@ from omni_engine_fsdp import EngineRollout, EngineRolloutConfig, PPODiffusersFSD
 class TestPPODiffusersFSDPEngine(EngineSuite):
     dtype = DType.FLOAT32
     lora: LoRAConfig | None = LoRAConfig(rank=2, alpha=8.0)
+    layout: ClassVar[Mapping[str, Any]] = {}
+    """More fields of the engine's options."""
     untouched = tuple(
         # The text stream ends in the last block, whose queries of the text are used by nobody.
         f"transformer.transformer_blocks.1.attn.add_q_proj.lora_{factor}.weight"
@@ -38,6 +41,7 @@ class TestPPODiffusersFSDPEngine(EngineSuite):
                 lora=self.lora,
                 micro_batch_size=micro_batch_size,
                 optimizer=optimizer,
+                **self.layout,
             )
 
         return make

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
 
-from omni_core.engine import BaseEngine
-from omni_core.options import DType, LoRAConfig, OptimizerConfig
+from omni_core.options import DType, LoRAConfig
 from omni_core.testing import OnRanks
-from omni_core.testing.engine_suite import EngineFactory
 from omni_core.testing.on_ranks import IN_RANK
-from omni_engine_fsdp import PPODiffusersFSDPEngine, ShardBase, ShardTrained
+from omni_engine_fsdp import ShardBase, ShardTrained
 from tiny_models.sd3 import build_tiny_sd3
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,7 +54,6 @@ class Laid(OnRanks, one_rank.TestPPODiffusersFSDPEngine):
     pytestmark = pytest.mark.timeout(900)  # the first test waits for all of the file
     dtype = DType.FLOAT64
     gradient_bound = 1e-12
-    layout: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -66,24 +62,6 @@ class Laid(OnRanks, one_rank.TestPPODiffusersFSDPEngine):
         for name in dir(cls):
             if name.startswith("test") and name not in CORE:
                 setattr(cls, name, pytest.mark.slow(getattr(cls, name)))
-
-    @pytest.fixture
-    def make_engine(
-        self, build_engine: Callable[..., PPODiffusersFSDPEngine], tiny_sd3: Path
-    ) -> EngineFactory:
-        def make(
-            *, micro_batch_size: int = 8, optimizer: OptimizerConfig | None = None
-        ) -> BaseEngine:
-            return build_engine(
-                tiny_sd3,
-                dtype=self.dtype,
-                lora=self.lora,
-                micro_batch_size=micro_batch_size,
-                optimizer=optimizer,
-                **self.layout,
-            )
-
-        return make
 
 
 class TestSharded(Laid):

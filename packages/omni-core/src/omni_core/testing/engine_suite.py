@@ -178,11 +178,11 @@ class EngineSuite:
 
     def wait_for_all(self) -> None:
         """Let every rank come here: what was written before can be read after."""
-        if dist.is_available() and dist.is_initialized():
+        if _on_ranks():
             dist.barrier()
 
     def _writes(self) -> bool:
-        return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+        return not _on_ranks() or dist.get_rank() == 0
 
     # -- how weights are read ----------------------------------------------------------------------
 
@@ -615,6 +615,10 @@ class EngineSuite:
         assert named
         assert len({name for name, _ in named}) == len(named)
         assert all(torch.isfinite(tensor).all() for _, tensor in named)
+
+
+def _on_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
